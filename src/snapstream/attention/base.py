@@ -28,6 +28,9 @@ class AttentionBackend(ABC):
     takes_rows_alone: bool = False
     """Whether the result of a token in prefill is the same, to the bit, whichever others are in its chunk."""
 
+    in_loop: bool = False
+    """Whether it is the attention of the native loop of :mod:`snapstream.kernels.cpu`."""
+
     @staticmethod
     @abstractmethod
     def unsupported(device: torch.device, dtype: torch.dtype, *sizes: int) -> str | None:

@@ -35,6 +35,13 @@ class AttendWith(Attend):
         return {} if self.cap == 0.0 and self.sinks is None else {"cap": self.cap, "sinks": self.sinks}
 
     @override
+    def in_loop(self, m: StepBuffers) -> Operation | None:
+        if not (self.backend.in_loop and isinstance(m, PromptChunk)):
+            return None
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "backend"}
+        return Attend(**values).in_loop(m)
+
+    @override
     def run(self, m: StepBuffers) -> None:
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape

@@ -39,6 +39,10 @@ class Operation:
         """Run the operation in plain torch."""
         raise NotImplementedError
 
+    def in_loop(self, m: StepBuffers) -> Operation | None:
+        """The operation as the native loop of :mod:`snapstream.kernels.cpu` runs it; ``None`` if it does not."""
+        return self
+
     def parts(self) -> list[BufferView]:
         """All parts that the operation reads or writes."""
         values = (getattr(self, each.name) for each in fields(self))
@@ -277,6 +281,11 @@ class Attend(Operation):
     window: int = field(default=0, kw_only=True)
     cap: float = field(default=0.0, kw_only=True)
     sinks: Tensor | None = field(default=None, kw_only=True)
+
+    @override
+    def in_loop(self, m: StepBuffers) -> Operation | None:
+        dense = not isinstance(m, PromptChunk) or m.caches[self.layer].entry_type == m.dtype
+        return self if dense else None
 
     def views(self, m: StepBuffers) -> tuple[Tensor, Tensor]:
         """Queries ``[B, T, H, D]`` and the buffer of results, ``[B, T, H, V]``."""

@@ -1,11 +1,12 @@
-"""Runs operations with torch's matrix products, and with kernels for rows where there are any; on any device.
+"""Runs operations in the native loop where it supports them, and otherwise one by one in torch; on any device.
 
-For chunks of prompts on a CPU, whose products are large, and for everything that the other programs do not support.
+For chunks of prompts on a CPU, and for everything that the other programs do not support.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,16 +16,9 @@ from torch import Tensor
 from snapstream.kernels import cpu, plain, triton
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import PromptChunk, StepBuffers
+from snapstream.kernels.launches import loop_operations
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.plain import Activation
-from snapstream.kernels.products import (
-    add_biases,
-    grouped_linear,
-    linear,
-    linear_into,
-    reads_blocks,
-    stock_grouped_linear,
-)
+from snapstream.kernels.products import add_biases, grouped_linear
 from snapstream.kernels.recurrence import Recur
 
 
@@ -63,23 +57,71 @@ class PlannedProgram:
 
 
 class StockProgram:
-    """Runs a list of operations, one after another."""
+    """Runs a list of operations: on a CPU those that the native loop supports, in as few launches as possible."""
 
     draws = captured = False
 
-    def __init__(self, operations: Sequence[Operation], work: StepBuffers) -> None:
+    def __init__(self, operations: Sequence[Operation], work: StepBuffers, scratch: cpu.Scratch | None = None) -> None:
+        """Plan the launches.
+
+        Args:
+            operations: The list.
+            work: The buffers, slots and caches that it works on.
+            scratch: Memory for temporaries of the native loop; ``None`` for some of its own.
+        """
         self.operations, self.work = operations, work
+        self._scratch = cpu.Scratch() if scratch is None else scratch
+        self._parts = self._planned(operations)
 
     @torch.inference_mode()
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
+        some = self.operations[first:last]
+        parts = self._parts if len(some) == len(self.operations) else self._planned(some)
         for self.work.step in range(steps):
-            for operation in self.operations[first:last]:
-                _run(operation, self.work)
+            for part in parts:
+                if isinstance(part, cpu.CpuProgram):
+                    part.run()
+                    self._record(part.operations[-1])
+                else:
+                    _run(part, self.work)
+
+    def rebind(self, work: StepBuffers) -> None:
+        """Work on other rows of buffers, at most as many as at first, with the same slots and caches."""
+        self.work = work
+        for part in self._parts:
+            if isinstance(part, cpu.CpuProgram):
+                part.rebind(work)
+
+    def _planned(self, operations: Sequence[Operation]) -> list[cpu.CpuProgram | Operation]:
+        """Launches of the native loop, and the other operations in between."""
+        parts: list[cpu.CpuProgram | Operation] = []
+        if not (cpu.loaded and self.work.slots.token.is_cpu):
+            return [*operations]
+        for in_loop, some in itertools.groupby(loop_operations(operations, self.work), lambda each: each[0]):
+            of_loop = [each for _, each in some]
+            while in_loop and of_loop:
+                # What a recurrence was given is recorded between launches.
+                ends = [at for at, each in enumerate(of_loop, 1) if isinstance(each, Recur)]
+                end = ends[0] if ends else len(of_loop)
+                parts.append(cpu.CpuProgram(of_loop[:end], self.work, scratch=self._scratch))
+                of_loop = of_loop[end:]
+            parts += of_loop
+        return parts
+
+    def _record(self, last: Operation) -> None:
+        if isinstance(last, Recur):
+            last.record(self.work)
 
 
-def program_for_rows(operations: Sequence[Operation], work: StepBuffers) -> Program:
-    """The program for chunks of prompts, and for steps that attend by another backend than the device's own."""
+def program_for_rows(operations: Sequence[Operation], work: StepBuffers, scratch: cpu.Scratch | None = None) -> Program:
+    """The program for chunks of prompts, and for steps that attend by another backend than the device's own.
+
+    Args:
+        operations: The list.
+        work: The buffers, slots and caches that it works on.
+        scratch: Memory for temporaries that it may share with other programs.
+    """
     if triton.takes(work.slots.token.new_empty(0, dtype=work.dtype)):
         from snapstream.kernels.triton.program import TritonProgram
 
@@ -93,97 +135,12 @@ def _run(o: Operation, m: StepBuffers) -> None:
 
 
 @_run.register
-def _(o: ops.Embed, m: StepBuffers) -> None:
-    if _is_native(o, m):
-        cpu.CpuProgram([o], m).run()
-    else:
-        o.run(m)
-
-
-@_run.register
-def _(o: ops.Norm, m: StepBuffers) -> None:
-    x, target = o.source.of(m.buffers), o.target.of(m.buffers)
-    if cpu.takes_rows(x) and o.source.size % cpu.MULTIPLE == 0:
-        cpu.norm(x, target, o.weight, o.epsilon, add=o.add, wide=o.wide, factor=o.factor)
-    else:
-        o.run(m)
-
-
-@_run.register
-def _(o: ops.Rotate, m: StepBuffers) -> None:
-    x, target = o.source.of(m.buffers), o.target.of(m.buffers)
-    if cpu.takes_rows(x) and o.source.size <= cpu.MOST_ROTATED:
-        cpu.rotate(x, target, o.angles.of(m.buffers), pairs=o.pairs)
-    else:
-        o.run(m)
-
-
-@_run.register
-def _(o: ops.Product, m: StepBuffers) -> None:
-    x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)[:, 0]
-    if target.dtype != x.dtype and not o.rounded and not reads_blocks(x, o.weight):
-        o.run(m)
-    elif target.dtype != x.dtype and o.rounded:
-        y = linear(x, o.weight, o.bias)
-        target.copy_(y if o.factor == 1.0 else y * o.factor)
-    elif o.add:
-        target.add_(linear(x, o.weight, o.bias), alpha=o.factor)
-    else:
-        linear_into(target, x, o.weight, o.bias)
-        if o.factor != 1.0:
-            target.mul_(o.factor)
-
-
-@_run.register
-def _(o: ops.GatedProduct, m: StepBuffers) -> None:
-    _gate(linear(o.source.of(m.buffers)[:, 0], o.weight, o.bias), o.target.of(m.buffers), o.activation)
-
-
-@_run.register
-def _(o: ops.Gate, m: StepBuffers) -> None:
-    x, target = o.source.of(m.buffers), o.target.of(m.buffers)
-    if cpu.takes_rows(x):
-        cpu.gate(x, target, o.activation, None if o.up is None else o.up.of(m.buffers))
-    else:
-        o.run(m)
-
-
-@_run.register
 def _(o: ops.ExpertProduct, m: StepBuffers) -> None:
     x, target = o.source.of(m.buffers)[:, 0], o.target.of(m.buffers)
-    ends = o.ends.of(m.buffers)[0, 0]
-    if isinstance(m, PromptChunk):  # every row belongs to an expert
-        out = grouped_linear(x, o.weight, ends)
-    elif x.device.type == "cpu":
+    if x.device.type == "cpu" and not isinstance(m, PromptChunk):  # of idle slots, rows belong to no expert
         o.run(m)
         return
-    else:
-        out = stock_grouped_linear(x, o.weight, ends)
+    ends = o.ends.of(m.buffers)[0, 0]
+    out = grouped_linear(x, o.weight, ends)
     add_biases(out, o.bias, ends)
-    if o.gated:
-        _gate(out, target, o.activation)
-    else:
-        target[:, 0] = out
-
-
-@_run.register
-def _(o: Recur, m: StepBuffers) -> None:
-    if isinstance(m, PromptChunk) and _is_native(o, m):  # as decoding does it, token by token
-        cpu.CpuProgram([o], m).run()
-        o.record(m)
-    else:
-        o.run(m)
-
-
-def _is_native(o: Operation, m: StepBuffers) -> bool:
-    """Whether the native loop can run an operation here."""
-    types = m.dtype, *(cache.entry_type for cache in m.caches)
-    return cpu.loaded and m.slots.token.is_cpu and cpu.unsupported([o], *types) is None
-
-
-def _gate(x: Tensor, target: Tensor, activation: Activation) -> None:
-    """Gates of ``[T, 2 * I]`` into ``[T, 1, I]``."""
-    if cpu.takes_rows(x):
-        cpu.gate(x[:, None], target, activation)
-    else:
-        target[:, 0] = plain.gate(x, activation)
+    target[:, 0] = plain.gate(out, o.activation) if o.gated else out

@@ -1,8 +1,8 @@
 """Weights in blocks as numbers, of one layer at a time: for long prompts, where products of numbers are faster.
 
-On a GPU, and on a CPU with tile registers, products of bfloat16 are several times as fast as those that read blocks. A
-prompt passes through one layer before the next, so a layer's weights are widened once per prompt, into memory for one
-layer.
+On a GPU, products of bfloat16 are several times as fast as those that read blocks. A prompt passes through one layer
+before the next, so a layer's weights are widened once per prompt, into memory for one layer. On a CPU, products of many
+rows widen what they need (``cpu/panels.h``).
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from snapstream.kernels import cpu
 from snapstream.kernels import operations as ops
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.products import widen
 from snapstream.kernels.weight import BlockWeight, DenseWeight, Weight
 
-LONG = {"cpu": 1024, "cuda": 128}
-"""Tokens of a prompt from which on it pays to widen weights, by type of device; on a GPU measured on an H200."""
+LONG = 128
+"""Tokens of a prompt from which on it pays to widen weights on a GPU; measured on an H200."""
 
 
-def least_tokens(device: torch.device, dtype: torch.dtype) -> int | None:
-    """Tokens of a prompt from which on it pays to widen weights to this dtype; ``None`` if it never does."""
-    if device.type == "cpu" and not (cpu.available() and cpu.prefill_instructions(dtype) == "tiles"):
-        return None
-    return LONG.get(device.type)
+def least_tokens(device: torch.device) -> int | None:
+    """Tokens of a prompt from which on it pays to widen weights; ``None`` if it never does."""
+    return LONG if device.type == "cuda" else None
 
 
 def widened_numbers(operations: Iterable[Operation]) -> int:

@@ -49,12 +49,6 @@ class DecoderModel(nn.Module):
         return self.norm.weight.device
 
     @property
-    def multiplies_numbers(self) -> bool:
-        """Whether any weight of a product, besides the embedding, is not in blocks."""
-        matrices = (each for name, each in self.named_modules() if isinstance(each, Matrix) and name != "embedding")
-        return any(run.format is None for matrix in matrices for run in matrix.stored_as)
-
-    @property
     def dtype(self) -> torch.dtype:
         """Type of its numbers; norms may have a wider one."""
         wide = {id(module.weight) for module in self.modules() if isinstance(module, RMSNorm) and module.wide}

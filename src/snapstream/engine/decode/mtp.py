@@ -18,8 +18,9 @@ from torch import Tensor
 from snapstream.engine.decode.graphs import StaticGraph
 from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.verification import Run
-from snapstream.kernels.buffers import BufferView, StepBuffers
-from snapstream.kernels.products import linear
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
+from snapstream.kernels.operations import Product
+from snapstream.kernels.stock import program_for_rows
 from snapstream.kernels.taking import Commit
 from snapstream.models import DecoderModel
 
@@ -52,11 +53,19 @@ class Mtp:
             captured: Whether to capture CUDA graphs; ignored on other devices.
         """
         self.device = device = model.device
-        self._model = model
         self._steps = {tokens: _Step(model, programs, tokens) for tokens in sizes}
         # The latest draft tokens, and the hidden state that each one was predicted from.
         self._guesses = torch.zeros(slots, guesses, dtype=torch.int64, device=device)
         self._states = torch.zeros(slots, guesses, model.spec.hidden_size, dtype=programs.dtype, device=device)
+        # Of one of these states of each slot, logits.
+        spec, dtype = model.spec, programs.dtype
+        state, logits = BufferView("state", spec.hidden_size), BufferView("logits", spec.vocab_size)
+        self._head = {
+            view.buffer: torch.zeros(slots, view.size, dtype=dtype, device=device) for view in (state, logits)
+        }
+        every = Slots.that_see(torch.ones(slots, dtype=torch.int64, device=device), 1)
+        work = StepBuffers(self._head, every, [], [], dtype)
+        self._say = program_for_rows([Product(state, logits, model.head.weight.value)], work)
         self._looks = [
             StaticGraph(functools.partial(self._look, known), device, captured=captured) for known in range(guesses)
         ]
@@ -100,7 +109,9 @@ class Mtp:
             step.hidden[:, :known] = self._states[:, :known]
             step.read()
             self._states[:, known] = step.made[:, known - 1]
-        self._guesses[:, known] = linear(self._states[:, known], self._model.head.weight.value).argmax(-1)
+        self._head["state"].copy_(self._states[:, known])
+        self._say.run()
+        self._guesses[:, known] = self._head["logits"].argmax(-1)
 
 
 class _Step:

@@ -6,7 +6,8 @@ import torch
 
 from snapstream.engine.decode.decode import Decode
 from snapstream.kernels.counting import peak_of
-from snapstream.kernels.cpu import CpuProgram
+from snapstream.kernels.cpu import CpuProgram, available
+from snapstream.kernels.launches import loop_bytes
 from snapstream.kernels.sampling import sample
 from snapstream.kernels.workspace import most_workspace
 
@@ -21,9 +22,8 @@ def decode_workspace(decode: Decode, device: torch.device) -> int:
     position, nothing_forced = decode.position + 1, decode.forced[:, 0]
     drawing = peak_of(lambda: sample(decode.logits, decode.sampling, position, decode.active, nothing_forced))
     steps = [decode.program, *(each.program for each in decode.verifications.values())]
-    running = (
-        most_workspace(each.operations, each.work, device)
-        for each in steps
-        if not isinstance(each, CpuProgram)  # it keeps what it needs
-    )
-    return max(drawing, *running, 0)
+    others = [each for each in steps if not isinstance(each, CpuProgram)]  # it keeps what it needs
+    running = (most_workspace(each.operations, each.work, device) for each in others)
+    in_loop = device.type == "cpu" and available()
+    kept = sum(loop_bytes(each.operations, each.work) for each in others) if in_loop else 0
+    return kept + max(drawing, *running, 0)

@@ -39,10 +39,12 @@ from snapstream.engine.prefill.result import count_parts
 from snapstream.engine.prefill.staging import Staging
 from snapstream.engine.requests.output import TokenLogprobs
 from snapstream.engine.settings import Setup, Types
+from snapstream.kernels import cpu
 from snapstream.kernels.buffers import PromptChunk, Slots, allocate_buffers
+from snapstream.kernels.launches import loop_operations
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.recurrence import Recur
-from snapstream.kernels.stock import program_for_rows
+from snapstream.kernels.stock import StockProgram, program_for_rows
 from snapstream.kernels.widened import WidenedLayer, least_tokens, widened_numbers
 from snapstream.models import DecoderModel
 from snapstream.transfers import to_device, to_host
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 ELSEWHERE = ("x", "logits")
 """Buffers that prefill does not keep per chunk: rows are a part of the hidden states, and few have logits."""
+ONE_ROW = "last", "last logits"
+"""Parts of a prefill that only the last token goes through."""
 SCORED_ROWS = 32
 """Number of prompt tokens whose logits are computed together for ``prompt_logprobs``."""
 
@@ -125,15 +129,13 @@ class Prefill:
         self._widened: WidenedLayer | None = None
         numbers = max(widened_numbers([*layer.before, *layer.after]) for layer in self.layers)
         self.widened_from = 0
-        long = least_tokens(planned_for or device, dtype) if numbers else None
+        long = least_tokens(planned_for or device) if numbers else None
         if long is not None and lanes[0] >= long:
             self.widened_from = long
             if device.type != "meta":
                 logger.info("Prompts of %d tokens or more: weights are widened to %s, layer by layer.", long, dtype)
             self._widened = WidenedLayer(numbers, dtype, device)
         self._wide: tuple[int, Layer] | None = None  # the layer whose weights are widened now
-        # Kernels for attention and for weights in blocks take rows one by one. Products of libraries may not.
-        self.takes_rows_alone = backend.takes_rows_alone and not self.widened_from and not model.multiplies_numbers
         self._embed = [*model.embed()]
         self._enter = [] if model.mtp is None else [*model.enter_mtp()]
         self.entering, self.leaving = [*self._embed, *self._enter], [*model.output()]
@@ -146,6 +148,12 @@ class Prefill:
         self._reported = frozenset(reported_layers(spec.groups))
         tokens = torch.zeros(1, chunk, dtype=torch.int64, device=device)
         self._slots = Slots.of_prompt(tokens, max(lanes), len(spec.groups))
+        # The native loop takes rows one by one. Products of libraries may not.
+        on_cpu = (planned_for or device).type == "cpu" and cpu.available()
+        whole = self.chunk_at([0] * len(spec.groups), min(chunk, lanes[0]))
+        self.takes_rows_alone = on_cpu and all(fits for fits, _ in loop_operations(every, whole))
+        self._scratch = cpu.Scratch()
+        self._programs: dict[tuple[str, int, int], StockProgram] = {}
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, lanes: Sequence[int]) -> Prefill:
@@ -198,13 +206,13 @@ class Prefill:
         if is_mtp:
             self._slots.token[0, :used] = self._following(job, start, used)
             operations = [*self._enter, *operations]
-        program_for_rows(operations, chunk).run()
+        self._run("before", operations, chunk, job)
         if has_budget and layer.query is not None:  # otherwise nobody votes
             lane.keep_queries(layer.query.of(chunk.buffers), first, job.length)
         if last_layer or is_mtp:
             self._last_input.copy_(x[used - 1 :])
         else:
-            program_for_rows(layer.after, chunk).run()
+            self._run("after", layer.after, chunk, job)
         if last_layer:
             self._finish_chunk(job, start, x, layer)
         job.done += used
@@ -214,6 +222,19 @@ class Prefill:
             self._compress(job)
             job.layer += 1
             job.done = job.skipped
+
+    def _run(self, part: str, operations: Sequence[Operation], chunk: PromptChunk, job: PrefillJob) -> None:
+        """Run a part of the current layer, or what follows the last one, on a chunk."""
+        if self.device.type != "cpu":
+            program_for_rows(operations, chunk).run()
+            return
+        key = part, job.layer, job.lane
+        if key not in self._programs:
+            # Other chunks may have more tokens.
+            most = chunk if part in ONE_ROW else replace(chunk, slots=self._slots)
+            self._programs[key] = StockProgram(operations, most, self._scratch)
+        self._programs[key].rebind(chunk)
+        self._programs[key].run()
 
     def _finish_chunk(self, job: PrefillJob, start: int, x: Tensor, layer: Layer) -> None:
         """What comes after :attr:`Layer.before` in the last layer: often, only the last token's result is needed."""
@@ -225,7 +246,7 @@ class Prefill:
         # Layers of several groups read what is packed.
         first = min(job.entries_at(start)) if layer.others else job.before + start
         self.lanes[job.lane].packed_until.fill_(0 if start == job.skipped else first)
-        program_for_rows([*layer.after, *layer.others], chunk).run()
+        self._run("after", [*layer.after, *layer.others], chunk, job)
         if job.scored is not None:
             self._score(job, x, start)
 
@@ -323,15 +344,15 @@ class Prefill:
         x = self._last_input
         self.lanes[job.lane].packed_until.zero_()  # the last layer's values have not been packed yet
         chunk = self._chunk_of(job, len(job.tokens) - 1, x, row)
-        program_for_rows([*layer.after, *layer.others], chunk).run()
-        return self._logits(x)
+        self._run("last", [*layer.after, *layer.others], chunk, job)
+        return self._logits(x, job, "last logits")
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, job: PrefillJob, part: str) -> Tensor:
         """Logits, float32 ``[T, vocab]``, of hidden states of the last layer ``[T, hidden]``; a few rows."""
         chunk = self.chunk_at([0] * len(self.model.spec.groups), len(x), x)
         logits = torch.empty(len(x), self.model.spec.vocab_size, dtype=torch.float32, device=self.device)
         chunk.buffers["logits"] = logits
-        program_for_rows(self.leaving, chunk).run()
+        self._run(part, self.leaving, chunk, job)
         return logits
 
     def _score(self, job: PrefillJob, x: Tensor, start: int) -> None:
@@ -340,7 +361,7 @@ class Prefill:
         # The logits of a whole chunk would take more memory than everything else.
         for at in range(0, len(following), SCORED_ROWS):
             some = following[at : at + SCORED_ROWS]
-            logprobs = self._logits(x[at : at + len(some)]).log_softmax(-1)
+            logprobs = self._logits(x[at : at + len(some)], job, "logits").log_softmax(-1)
             taken = logprobs.gather(1, to_device(some, self.device)[:, None])[:, 0]
             best = logprobs.topk(job.scored or 0, -1)
             chosen, top, ids = (part.tolist() for part in to_host([taken, *best]))

@@ -80,35 +80,6 @@ inline void with_rows(int64_t M, const Function& function) {
   }
 }
 
-// A part of a tile as numbers, four columns after four: out[column][lane].
-template <typename F>
-inline void widen_part(const F& block, int part, float (*out)[LANES]) {
-  vec_u32 numbers[QUADS];
-  block.read(part, numbers);
-  for (int i = 0; i < QUADS; ++i) {
-    const vec scale = block.scale(part, i / (QUADS / 2));
-    for (int j = 0; j < 4; ++j) {
-      const vec_i32 whole = (vec_i32)(numbers[i] >> 8 * j & 0xFFu) - static_cast<int32_t>(F::OFFSET);
-      vec wide = __builtin_convertvector(whole, vec) * scale;
-      if constexpr (F::HAS_MINIMUM) wide -= block.minimum(part);
-      store(out[4 * i + j], wide);
-    }
-  }
-}
-
-// Calls function(column, values) for each part, values[column][lane].
-template <typename F, typename Function>
-inline void each_part(const uint8_t* tiles, int64_t columns, const Function& function) {
-  alignas(64) float values[PART][LANES];
-  for (int64_t at = 0; at < columns; at += F::BLOCK) {
-    const F block(tiles + at / F::BLOCK * LANES * F::BYTES);
-    for (int part = 0; part < F::BLOCK / PART; ++part) {
-      widen_part(block, part, values);
-      function(at + part * PART, values);
-    }
-  }
-}
-
 }  // namespace
 
 void multiply_blocks(int64_t type, const char* x, int64_t step, int64_t M, const uint8_t* tiles, int64_t columns, float* out,
@@ -144,20 +115,16 @@ void multiply_unpacked(int64_t type, const char* x, int64_t step, int64_t M, con
 
 template <typename T>
 void widen_blocks(int64_t type, const uint8_t* tiles, int64_t columns, T* out, int64_t stride) {
-  with_format(type, [&](auto* format) {
-    each_part<std::remove_pointer_t<decltype(format)>>(tiles, columns, [&](int64_t column, const auto& values) {
-      for (int64_t lane = 0; lane < LANES; ++lane)
-        for (int64_t i = 0; i < PART; ++i) out[lane * stride + column + i] = static_cast<T>(values[i][lane]);
-    });
+  read_blocks(type, tiles, 0, columns, [&](int64_t column, const auto& values) {
+    for (int64_t lane = 0; lane < LANES; ++lane)
+      for (int64_t i = 0; i < PART; ++i) out[lane * stride + column + i] = static_cast<T>(values[i][lane]);
   });
 }
 
 template <typename T>
 void widen_row(int64_t type, const uint8_t* tiles, int64_t lane, int64_t columns, T* out) {
-  with_format(type, [&](auto* format) {
-    each_part<std::remove_pointer_t<decltype(format)>>(tiles, columns, [&](int64_t column, const auto& values) {
-      for (int64_t i = 0; i < PART; ++i) out[column + i] = static_cast<T>(values[i][lane]);
-    });
+  read_blocks(type, tiles, 0, columns, [&](int64_t column, const auto& values) {
+    for (int64_t i = 0; i < PART; ++i) out[column + i] = static_cast<T>(values[i][lane]);
   });
 }
 

@@ -55,6 +55,39 @@ void unpack_blocks(int64_t type, const uint8_t* tiles, int64_t begin, int64_t en
 void multiply_unpacked(int64_t type, const char* x, int64_t step, int64_t M, const char* weights, int64_t begin, int64_t end,
                        float* sums);
 
+// A part of a tile as numbers, four columns after four: out[column][lane].
+template <typename F>
+inline void widen_part(const F& block, int part, float (*out)[LANES]) {
+  vec_u32 numbers[QUADS];
+  block.read(part, numbers);
+  for (int i = 0; i < QUADS; ++i) {
+    const vec scale = block.scale(part, i / (QUADS / 2));
+    for (int j = 0; j < 4; ++j) {
+      const vec_i32 whole = (vec_i32)(numbers[i] >> 8 * j & 0xFFu) - static_cast<int32_t>(F::OFFSET);
+      vec wide = __builtin_convertvector(whole, vec) * scale;
+      if constexpr (F::HAS_MINIMUM) wide -= block.minimum(part);
+      store(out[4 * i + j], wide);
+    }
+  }
+}
+
+// Calls function(column, values) for each part of columns begin .. end, multiples of the tiles' blocks:
+// values[column][lane].
+template <typename Function>
+inline void read_blocks(int64_t type, const uint8_t* tiles, int64_t begin, int64_t end, const Function& function) {
+  with_format(type, [&](auto* format) {
+    using F = std::remove_pointer_t<decltype(format)>;
+    alignas(64) float values[PART][LANES];
+    for (int64_t at = begin; at < end; at += F::BLOCK) {
+      const F block(tiles + at / F::BLOCK * LANES * F::BYTES);
+      for (int part = 0; part < F::BLOCK / PART; ++part) {
+        widen_part(block, part, values);
+        function(at + part * PART, values);
+      }
+    }
+  });
+}
+
 // Numbers of sixteen rows of a weight: out[row * stride + column].
 template <typename T>
 void widen_blocks(int64_t type, const uint8_t* tiles, int64_t columns, T* out, int64_t stride);

@@ -1,16 +1,10 @@
-// Weights in blocks: brings them into tiles, widens them, and multiplies the many rows of a prompt.
+// Weights in blocks: brings them into tiles, and widens them.
 #include "block_products.h"
-#include "memory.h"
 #include "step.h"
-#include "step_rows.h"
 #include "team.h"
 
 namespace snapstream {
 namespace {
-
-// A unit of work.
-constexpr int64_t COLUMNS_AT_ONCE = 1024, TILES_AT_ONCE = 8, MANY_ROWS = 256;
-constexpr int64_t SUMS = TILES_AT_ONCE * MANY_ROWS * LANES;
 
 // Tiles of sixteen rows, transposed field by field.
 struct Packing {
@@ -65,71 +59,6 @@ struct Packing {
   std::vector<uint8_t> zeros;  // the rows that the last tile lacks
 };
 
-// All rows by one weight: first rounds them, then takes a few of them by a few tiles at once.
-template <typename T>
-class Multiplication : public Work {
- public:
-  Multiplication(const BlockProduct& product, int64_t threads)
-      : p(product), step(Rounded::bytes(p.weight.columns)), tiles((p.weight.rows + LANES - 1) / LANES),
-        groups((tiles + TILES_AT_ONCE - 1) / TILES_AT_ONCE), unpacked(threads * unpacked_bytes(COLUMNS_AT_ONCE)),
-        sums(threads * SUMS) {
-    divisor = 4;
-  }
-
-  int64_t next_phase() override {
-    switch (phase++) {
-      case 0: return p.count;
-      case 1: return (p.count + MANY_ROWS - 1) / MANY_ROWS * groups;
-      default: return 0;
-    }
-  }
-
-  void run(int64_t begin, int64_t end, int64_t thread) override {
-    for (int64_t unit = begin; unit < end; ++unit) {
-      if (phase == 1) {
-        round_row(at<T>(p.source, unit), p.weight.columns, rounded_row(p.rounded, step, unit));
-      } else {
-        multiply(unit / groups * MANY_ROWS, unit % groups * TILES_AT_ONCE, thread);
-      }
-    }
-  }
-
- private:
-  // Some columns of rows stay in the second-level cache while all tiles pass, those of a tile in the first-level one.
-  void multiply(int64_t first_row, int64_t first_tile, int64_t thread) {
-    const int64_t last_row = std::min(first_row + MANY_ROWS, p.count), columns = p.weight.columns;
-    const int64_t last_tile = std::min(first_tile + TILES_AT_ONCE, tiles), count = last_row - first_row;
-    char* weights = unpacked.get() + thread * unpacked_bytes(COLUMNS_AT_ONCE);
-    float* own = sums.get() + thread * SUMS;
-    for (int64_t tile = 0; tile < last_tile - first_tile; ++tile) std::fill_n(own + tile * MANY_ROWS * LANES, count * LANES, 0.0f);
-    for (int64_t begin = 0; begin < columns; begin += COLUMNS_AT_ONCE) {
-      const int64_t end = std::min(begin + COLUMNS_AT_ONCE, columns);
-      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-        unpack_blocks(p.weight.type, tile_of(p.weight, 0, tile * LANES), begin, end, weights);
-        float* of_tile = own + (tile - first_tile) * MANY_ROWS * LANES;
-        for (int64_t row = 0; row < count; row += BLOCK_ROWS)
-          multiply_unpacked(p.weight.type, p.rounded + (first_row + row) * step, step, std::min(BLOCK_ROWS, count - row), weights,
-                            begin, end, of_tile + row * LANES);
-      }
-    }
-    for (int64_t tile = first_tile; tile < last_tile; ++tile)
-      for (int64_t row = 0; row < count; ++row)
-        finish(first_row + row, tile * LANES, own + ((tile - first_tile) * MANY_ROWS + row) * LANES);
-  }
-
-  void finish(int64_t row, int64_t n, const float* total) {
-    const int64_t count = std::min<int64_t>(LANES, p.weight.rows - n);
-    const vec y = load(total) + (p.bias.data == nullptr ? vec{} : some(p.bias, n, count));
-    if (p.target.type == FLOAT32) put(at<float>(p.target, row) + n, y, count);
-    else put(at<bfloat16>(p.target, row) + n, y, count);
-  }
-
-  const BlockProduct& p;
-  int64_t step, tiles, groups, phase = 0;
-  Memory<char> unpacked;  // per thread: some columns of a tile
-  Memory<float> sums;     // per thread: of each tile and row
-};
-
 }  // namespace
 }  // namespace snapstream
 
@@ -140,19 +69,6 @@ EXPORT int64_t snapstream_pack(const Stored* stored, int64_t threads) {
   try {
     share_out(threads, (stored->rows + LANES - 1) / LANES, [&] { return Packing(*stored); });
     return true;
-  } catch (const std::bad_alloc&) {
-    return false;
-  }
-}
-
-// Multiplies rows by a weight in blocks.
-EXPORT int64_t snapstream_multiply(const BlockProduct* product, int64_t threads) {
-  try {
-    return with_type(product->source.type, [&](auto number) {
-      Multiplication<decltype(number)> work(*product, threads);
-      run_team(work, threads);
-      return int64_t{true};
-    });
   } catch (const std::bad_alloc&) {
     return false;
   }

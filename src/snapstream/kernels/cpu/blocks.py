@@ -1,15 +1,14 @@
-"""Weights in blocks: brings them into tiles, widens them, and multiplies the rows of a prompt (``block_rows.cpp``)."""
+"""Weights in blocks: brings them into tiles, and widens them (``block_rows.cpp``)."""
 
 from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from snapstream.kernels.cpu import interface, library
 from snapstream.kernels.cpu.checks import require
-from snapstream.kernels.cpu.program import structure_of_rows, structure_of_vector, structure_of_weight
+from snapstream.kernels.cpu.program import structure_of_rows, structure_of_weight
 from snapstream.kernels.formats import Format
 from snapstream.kernels.weight import BlockWeight
 
@@ -59,37 +58,3 @@ def widen(weight: BlockWeight, target: Tensor) -> None:
     """
     require(target.shape == weight.shape and target.stride(1) == 1, f"the target is {tuple(target.shape)}")
     library.run("widen", structure_of_weight(weight, "weight")[0], structure_of_rows(target[:, None]), of="weights")
-
-
-def scratch_bytes(columns: int) -> int:
-    """Bytes that :func:`multiply` needs per row of ``x``."""
-    return columns + columns // 32 * 16
-
-
-def multiply(x: Tensor, weight: BlockWeight, target: Tensor, bias: Tensor | None = None) -> None:
-    """Compute ``x @ weight.T + bias`` with rows of ``x`` rounded to 8 bits, in parts of 32 columns with a scale each.
-
-    Args:
-        x: ``[T, in]``, float32 or bfloat16, with contiguous rows.
-        weight: ``[out, in]``.
-        target: ``[T, out]``, float32 or bfloat16, with contiguous rows.
-        bias: ``[out]``, float32 or bfloat16, or ``None``.
-
-    Raises:
-        ValueError: Shapes do not match.
-        MemoryError: There is not enough memory for temporaries.
-    """
-    fits = x.dim() == 2 and target.shape == (len(x), weight.shape[0]) and x.shape[1] == weight.shape[1]
-    require(fits and x.stride(1) == target.stride(1) == 1, "shapes do not match")
-    require(bias is None or bias.shape == weight.shape[:1], "bias does not match")
-    rounded = torch.empty(len(x) * scratch_bytes(x.shape[1]), dtype=torch.uint8)
-    product = _MADE["BlockProduct"](
-        source=structure_of_rows(x[:, None]),
-        target=structure_of_rows(target[:, None]),
-        weight=structure_of_weight(weight, "weight")[0],
-        rounded=rounded.data_ptr(),
-        count=len(x),
-    )
-    if bias is not None:
-        product.bias = structure_of_vector(bias, "bias")
-    library.run("multiply", product, of="products")

@@ -3,6 +3,7 @@
 #pragma once
 #include "codes.h"
 #include "decode_attention.h"
+#include "transpose.h"
 
 namespace snapstream {
 
@@ -21,38 +22,9 @@ ALWAYS_INLINE inline void each(const Function& function) {
   (std::make_integer_sequence<int, N>());
 }
 
-// ---- Orders of bytes ----
-
 #define NOT_INLINE __attribute__((noinline))
-#define SNAPSTREAM_LANES(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-// Vectors of four parts each of four vectors: part i of v[j] becomes part j of v[i].
-inline void transpose_quarters(vec_u32& a, vec_u32& b, vec_u32& c, vec_u32& d) {
-  const vec_u32 even_ab = SNAPSTREAM_LANES(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  const vec_u32 even_cd = SNAPSTREAM_LANES(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  const vec_u32 odd_ab = SNAPSTREAM_LANES(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  const vec_u32 odd_cd = SNAPSTREAM_LANES(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  a = SNAPSTREAM_LANES(even_ab, even_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  b = SNAPSTREAM_LANES(odd_ab, odd_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  c = SNAPSTREAM_LANES(even_ab, even_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  d = SNAPSTREAM_LANES(odd_ab, odd_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-
-// Lane i of v[j] becomes lane j of v[i].
-inline void transpose(vec_u32* v) {
-  UNROLL for (int i = 0; i < LANES; i += 4) {
-    const vec_u32 low_a = SNAPSTREAM_LANES(v[i], v[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    const vec_u32 high_a = SNAPSTREAM_LANES(v[i], v[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    const vec_u32 low_b = SNAPSTREAM_LANES(v[i + 2], v[i + 3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    const vec_u32 high_b = SNAPSTREAM_LANES(v[i + 2], v[i + 3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-    v[i] = SNAPSTREAM_LANES(low_a, low_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    v[i + 1] = SNAPSTREAM_LANES(low_a, low_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    v[i + 2] = SNAPSTREAM_LANES(high_a, high_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    v[i + 3] = SNAPSTREAM_LANES(high_a, high_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  }
-  // v[i + c] now has, in part p, lane 4 p + c of v[i .. i + 4].
-  UNROLL for (int c = 0; c < 4; ++c) transpose_quarters(v[c], v[c + 4], v[c + 8], v[c + 12]);
-}
+// ---- Orders of bytes ----
 
 // Of four vectors of bytes, four vectors with bytes 16 i .. 16 i + 16 of each: a lane has the same byte of all four.
 inline void interleave(vec_u32* v) {
@@ -305,6 +277,5 @@ inline void attend_coded(const CodedQuery* queries, int64_t heads, const CodedEn
 }
 
 #undef NOT_INLINE
-#undef SNAPSTREAM_LANES
 
 }  // namespace snapstream

@@ -45,10 +45,11 @@ _STRUCTURES = {
     # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group. Of a state, `keys` are the
     # matrices, float32 [slots, kv_heads, key, value], and `values` the latest inputs, [slots, entries, size]. A key and
     # a value have `key_row` and `value_row` bytes. Codes have frames, [slots, kv_heads, 2, size]; a `rotation` mixes
-    # so many channels.
+    # so many channels. A prompt's values are packed for its attention: heads are `packed_head`
+    # numbers apart.
     "Cache": (
-        "void* keys, values, pending_keys, pending_values; const float* frames;"
-        "int64_t type, value_type, group, kv_heads, entries, size, is_state, key_row, value_row, rotation"
+        "void* keys, values, pending_keys, pending_values, packed; const float* frames;"
+        "int64_t type, value_type, group, kv_heads, entries, size, is_state, key_row, value_row, rotation, packed_head"
     ),
     # Rows of numbers [heads, entries, size], `head` and `row` numbers apart, that become codes of type `codes`,
     # `out_head` and `out_row` bytes apart. Without a pointer there are no frames.
@@ -63,8 +64,6 @@ _STRUCTURES = {
         "int64_t type, rows, columns, block, bytes, fields;"
         "const int64_t* counts, widths"  # of the fields of a block
     ),
-    # Products of `count` rows with a weight in blocks; `rounded` is scratch.
-    "BlockProduct": "BufferView source, target; Weight weight; Vector bias; char* rounded; int64_t count",
     "Program": (
         "const Operation* operations; int64_t count;"
         "const Cache* caches; int64_t layers;"
@@ -78,13 +77,15 @@ _STRUCTURES = {
         "int64_t* taken;"  # [most_steps, slots]: tokens that were taken
         "const int64_t* drafted;"  # [slots]: guesses after each first token; no pointer: as many as there is room for
         "int64_t* accepted;"  # [slots]: how many of the tokens taken are certain
-        "int64_t certain"  # whether all tokens are, as those of a prompt
+        "int64_t certain;"  # whether all tokens are, as those of a prompt
+        "int64_t many;"  # whether products are those of many rows, however many there are
+        "const int64_t* packed_until"  # entries of a prompt's caches whose values are packed
     ),
     # Attention of the tokens of a prompt, or of its last queries. Strides are in elements.
     "Problem": (
         "const T* query, keys, values; T* out, packed;"
         "int64_t tokens, heads, kv_heads, size, columns;"  # elements of a key, and of a value
-        "int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head;"
+        "int64_t query_token, query_head, key_head, key_row, value_head, value_row, packed_head, out_token, out_head;"
         "int64_t start, readable;"  # position of the first token; entries that memory holds
         "int64_t packed_until;"  # entries that are already packed
         "int64_t window;"  # keys that a token sees, its own included; 0: all

@@ -29,10 +29,8 @@ _FUNCTIONS = {
     "smooth": ((_POINTER, _NUMBER), _NUMBER),
     "take_in_turn": ((_POINTER, _NUMBER), _NUMBER),
     "select_entries": ((_POINTER, _NUMBER), _NUMBER),
-    "rows": ((_POINTER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
     "pack": ((_POINTER, _NUMBER), _NUMBER),
     "widen": ((_POINTER, _POINTER, _NUMBER), _NUMBER),
-    "multiply": ((_POINTER, _NUMBER), _NUMBER),
     "scratch": ((_POINTER, _NUMBER), _NUMBER),
     "run": ((_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _NUMBER), _NUMBER),
 }

@@ -106,6 +106,8 @@ def prefill_attention(
         value_head=values.stride(0),
         value_row=values.stride(1),
         packed_head=packed.stride(0) if packed.dim() == 4 else 0,
+        out_token=out.stride(0),
+        out_head=out.stride(1),
         start=at,
         readable=L,
         packed_until=until,

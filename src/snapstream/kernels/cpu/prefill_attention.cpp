@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "memory.h"
+#include "prefill_attention.h"
 #include "prefill_kernels.h"
-#include "team.h"
 
 #if defined(SNAPSTREAM_TILES)
 #include <sys/syscall.h>
@@ -178,7 +178,7 @@ class Rows {
         transpose(numbers);
         for (int i = 0; i < std::min<int64_t>(LANES, end - row); ++i) {
           const int64_t token = (row + i) / group, head = kv_head * group + (row + i) % group;
-          store_numbers(p.out + (token * p.heads + head) * p.columns + column, (vec)numbers[i]);
+          store_numbers(p.out + token * p.out_token + head * p.out_head + column, (vec)numbers[i]);
         }
       }
     }
@@ -192,36 +192,64 @@ class Rows {
   char* block_memory;
 };
 
+// First values are packed, for kernels that need it, then tasks run.
 template <typename K>
-void run(const Problem<typename K::Number>& p, int64_t threads) {
+class ChunkAttention : public Work {
+ public:
   using T = typename K::Number;
-  const int64_t end = p.start + p.tokens;
-  if constexpr (K::PACKS) {
-    const int64_t from = p.packed_until / BLOCK, blocks = round_up(end, BLOCK) / BLOCK - from;
-    share_out(threads, p.kv_heads * std::max<int64_t>(blocks, 0), [&] {
-      return [&](int64_t number) {
-        const int64_t head = number / blocks, entry = (from + number % blocks) * BLOCK;
-        const T* values = p.values + head * p.value_head + entry * p.value_row;
-        pack_values(values, p.value_row, std::min(BLOCK, end - entry), p.columns,
-                    p.packed + head * p.packed_head + entry * p.columns);
-      };
-    });
+
+  ChunkAttention(const Problem<T>& problem, int64_t threads) : p(problem) {
+    const int64_t row_bytes = p.size * sizeof(T) + p.columns * sizeof(float);
+    rows = p.tokens * p.heads / p.kv_heads;
+    // Small enough for the cache, and at least a few tasks per thread.
+    const int64_t fitting = std::min(MOST_ROWS, TASK_BYTES / row_bytes);
+    const int64_t fair = rows * p.kv_heads / (4 * threads);
+    most = std::max(QUERIES, std::min(fitting, fair) / QUERIES * QUERIES);
+    pieces = (rows + most - 1) / most;
+    own.reserve(threads);
+    for (int64_t thread = 0; thread < threads; ++thread) own.emplace_back(p, most);
+    phases.push_back({&ChunkAttention::attend, p.kv_heads * pieces});
+    if constexpr (K::PACKS) {
+      first_block = p.packed_until / BLOCK, blocks = round_up(p.start + p.tokens, BLOCK) / BLOCK - first_block;
+      if (blocks > 0) phases.push_back({&ChunkAttention::pack, p.kv_heads * blocks});
+    }
   }
-  const int64_t rows = p.tokens * p.heads / p.kv_heads;
-  const int64_t row_bytes = p.size * sizeof(T) + p.columns * sizeof(float);
-  // Small enough for the cache, and at least a few tasks per thread.
-  const int64_t fitting = std::min(MOST_ROWS, TASK_BYTES / row_bytes);
-  const int64_t fair = rows * p.kv_heads / (4 * threads);
-  const int64_t most = std::max(QUERIES, std::min(fitting, fair) / QUERIES * QUERIES);
-  const int64_t pieces = (rows + most - 1) / most;
-  share_out(threads, p.kv_heads * pieces, [&] {
-    return [&, own = Rows<K>(p, most)](int64_t number) mutable {
-      [[maybe_unused]] const typename K::Session session{};
-      const int64_t piece = pieces - 1 - number / p.kv_heads;  // the last rows see most keys
-      own.attend(number % p.kv_heads, piece * most, std::min(rows, (piece + 1) * most));
-    };
-  });
-}
+
+  int64_t next_phase() override {
+    if (phases.empty()) return 0;
+    now = phases.back();
+    phases.pop_back();
+    return now.units;
+  }
+
+  void run(int64_t begin, int64_t end, int64_t thread) override {
+    for (int64_t number = begin; number < end; ++number) (this->*now.work)(number, thread);
+  }
+
+ private:
+  struct Phase {
+    void (ChunkAttention::*work)(int64_t number, int64_t thread);
+    int64_t units;
+  };
+
+  void pack(int64_t number, int64_t) {
+    const int64_t head = number / blocks, entry = (first_block + number % blocks) * BLOCK;
+    pack_values(p.values + head * p.value_head + entry * p.value_row, p.value_row,
+                std::min(BLOCK, p.start + p.tokens - entry), p.columns, p.packed + head * p.packed_head + entry * p.columns);
+  }
+
+  void attend(int64_t number, int64_t thread) {
+    [[maybe_unused]] const typename K::Session session{};
+    const int64_t piece = pieces - 1 - number / p.kv_heads;  // the last rows see most keys
+    own[thread].attend(number % p.kv_heads, piece * most, std::min(rows, (piece + 1) * most));
+  }
+
+  const Problem<T> p;
+  int64_t rows, most, pieces, first_block = 0, blocks = 0;
+  std::vector<Rows<K>> own;  // per thread
+  std::vector<Phase> phases;  // the next one last
+  Phase now{};
+};
 
 }  // namespace
 }  // namespace snapstream
@@ -244,24 +272,34 @@ EXPORT int64_t snapstream_has_instructions(int64_t instructions) {
   return instructions == PORTABLE || (instructions == TILES && tiles_allowed());
 }
 
+namespace snapstream {
+
+std::unique_ptr<Work> chunk_attention(const Problem<float>& problem, int64_t, int64_t threads) {
+  return std::make_unique<ChunkAttention<Portable<float>>>(problem, threads);
+}
+
+std::unique_ptr<Work> chunk_attention(const Problem<bfloat16>& problem, int64_t instructions, int64_t threads) {
+  switch (instructions) {
+#if defined(SNAPSTREAM_TILES)
+    case TILES: return std::make_unique<ChunkAttention<Tiles>>(problem, threads);
+#endif
+#if defined(__AVX512BF16__)
+    case PAIRS: return std::make_unique<ChunkAttention<Pairs>>(problem, threads);
+#endif
+    default: return std::make_unique<ChunkAttention<Portable<bfloat16>>>(problem, threads);
+  }
+}
+
+}  // namespace snapstream
+
 // Returns false if it ran out of memory.
 EXPORT int64_t snapstream_prefill_attention(const void* problem, int64_t type, int64_t instructions, int64_t threads) {
   try {
-    if (type == 0) {
-      run<Portable<float>>(*static_cast<const Problem<float>*>(problem), threads);
-      return true;
-    }
-    const auto& p = *static_cast<const Problem<bfloat16>*>(problem);
-    switch (instructions) {
-#if defined(SNAPSTREAM_TILES)
-      case TILES: run<Tiles>(p, threads); break;
-#endif
-#if defined(__AVX512BF16__)
-      case PAIRS: run<Pairs>(p, threads); break;
-#endif
-      default: run<Portable<bfloat16>>(p, threads);
-    }
-    return true;
+    return with_type(type, [&](auto number) {
+      const auto work = chunk_attention(*static_cast<const Problem<decltype(number)>*>(problem), instructions, threads);
+      run_team(*work, threads);
+      return int64_t{true};
+    });
   } catch (const std::bad_alloc&) {
     return false;
   }

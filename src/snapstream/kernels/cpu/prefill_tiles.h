@@ -8,7 +8,7 @@
 //    weights  P[pair][query]  = two keys' exp(S - maximum), rounded to bfloat16, side by side
 //    outputs  O[column][query] += sum over pairs of keys    V[column][pair]      * P[pair][query]
 #pragma once
-#include "vectors.h"
+#include "transpose.h"
 
 namespace snapstream {
 
@@ -24,32 +24,6 @@ constexpr int ROWS = 8;  // ROWS * COLUMNS accumulators and COLUMNS operands sta
 #else
 constexpr int ROWS = 4;
 #endif
-
-// Transposes a matrix of 32-bit elements in place; its rows are sixteen vectors.
-inline void transpose(vec_u32 m[LANES]) {
-  UNROLL for (int i = 0; i < LANES; i += 2) {
-    const vec_u32 a = m[i], b = m[i + 1];
-    m[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    m[i + 1] = __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-  }
-  UNROLL for (int i = 0; i < LANES; ++i) {
-    if (i & 2) continue;
-    const vec_u32 a = m[i], b = m[i + 2];
-    m[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    m[i + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  }
-  UNROLL for (int i = 0; i < LANES; ++i) {
-    if (i & 4) continue;
-    const vec_u32 a = m[i], b = m[i + 4];
-    m[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-    m[i + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  }
-  UNROLL for (int i = 0; i < LANES / 2; ++i) {
-    const vec_u32 a = m[i], b = m[i + 8];
-    m[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    m[i + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  }
-}
 
 inline vec_u32 load_u32(const void* p) {
   vec_u32 v;
@@ -186,15 +160,26 @@ inline void store_tiles(float* out) {
   _tile_stored(3, out + LANES * QUERIES + LANES, QUERY_BYTES);
 }
 
+inline void load_tiles(const float* sums) {
+  _tile_loadd(0, sums, QUERY_BYTES);
+  _tile_loadd(1, sums + LANES, QUERY_BYTES);
+  _tile_loadd(2, sums + LANES * QUERIES, QUERY_BYTES);
+  _tile_loadd(3, sums + LANES * QUERIES + LANES, QUERY_BYTES);
+}
+
+inline void clear_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
 // Scores of `count` keys of `size` elements, with rows `stride` elements apart; `count`, `size`: multiples of 32.
 inline void score_tile(const bfloat16* keys, int64_t stride, int64_t count, int64_t size, const uint32_t* queries,
                        float* scores) {
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(bfloat16));
   for (int64_t key = 0; key < count; key += 2 * LANES) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_tiles();
     const bfloat16 *upper = keys + key * stride, *lower = upper + LANES * stride;
     for (int64_t d = 0; d < size; d += PAIR)
       multiply_tiles(upper + d, lower + d, bytes, queries + d / 2 * QUERIES);
@@ -207,10 +192,7 @@ inline void add_tile(const bfloat16* packed, int64_t count, int64_t columns, con
   constexpr int64_t VALUE_BYTES = BLOCK * sizeof(bfloat16);
   for (int64_t column = 0; column < columns; column += 2 * LANES) {
     float* to = out + column * QUERIES;
-    _tile_loadd(0, to, QUERY_BYTES);
-    _tile_loadd(1, to + LANES, QUERY_BYTES);
-    _tile_loadd(2, to + LANES * QUERIES, QUERY_BYTES);
-    _tile_loadd(3, to + LANES * QUERIES + LANES, QUERY_BYTES);
+    load_tiles(to);
     const bfloat16 *upper = packed + column * BLOCK, *lower = upper + LANES * BLOCK;
     for (int64_t key = 0; key < count; key += PAIR)
       multiply_tiles(upper + key, lower + key, VALUE_BYTES, weights + key / 2 * QUERIES);

@@ -13,8 +13,9 @@ from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.cpu import interface
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES, require
-from snapstream.kernels.cpu.interface import KINDS
+from snapstream.kernels.cpu.interface import INSTRUCTIONS, KINDS
 from snapstream.kernels.cpu.library import native
+from snapstream.kernels.cpu.prefill import packed_shape
 from snapstream.kernels.formats import LANES
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.recurrence import Recur
@@ -62,22 +63,55 @@ def _sizes_to_fit(operation: Operation) -> list[int]:
     return []
 
 
+class Scratch:
+    """Memory for the temporaries of programs that run one after another."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int, device: torch.device) -> None:
+        """Have room for so many bytes; what was in the memory is lost if there was less."""
+        if size > len(self._memory) or self._memory.device != device:
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._memory.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        assert not self._memory.is_meta, "a plan cannot be run"
+        return self._memory.data_ptr()
+
+
 class CpuProgram:
     """Runs a list of operations on the CPU; see :class:`snapstream.kernels.operations.PlainProgram`.
 
     A slot's results depend only on that slot, bit for bit: not on other slots, on threads or on the steps per launch.
+    Those of a prompt's token depend only on the tokens before it: not on those of its chunk that follow.
     """
 
     draws, captured = True, False
 
-    def __init__(self, operations: Sequence[Operation], work: StepBuffers, *, instructions: int | None = None) -> None:
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        work: StepBuffers,
+        *,
+        instructions: int | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:
         """Translate the list. The tensors that it refers to must keep their addresses.
 
         Args:
             operations: The list.
             work: The buffers, slots and caches that it works on. On the meta device, the program only says how much
-                memory it needs.
+                memory it needs. If it is a chunk of several tokens of a prompt, products are those of many rows,
+                however many rows there are after a :meth:`rebind`.
             instructions: Index of the instructions that multiply bfloat16; ``None`` for the fastest.
+            scratch: Memory for temporaries; ``None`` for some of its own.
 
         Raises:
             ValueError: The loop cannot run the operations.
@@ -88,21 +122,35 @@ class CpuProgram:
         library = native()
         self._library, self.operations, self.work = library, tuple(operations), work
         slots, layers = work.slots, len(work.caches)
-        self._steps, B = slots.taken.shape
+        (self._steps, B), is_prompt = slots.taken.shape, isinstance(work, PromptChunk)
+        if instructions is None:
+            instructions = library.snapstream_best_instructions()
         self._others: list[ctypes.Structure] = []  # that structures of weights refer to
         translated = (_MADE["Operation"] * len(operations))(*map(self._translate, operations))
         caches = (_MADE["Cache"] * layers)(*map(_cache, work.caches, map(work.group_of, range(layers))))
         for cache, pending in zip(caches, work.pending, strict=False):
             if not cache.is_state:
                 cache.pending_keys, cache.pending_values = map(_address, (pending.keys, pending.values))
-        self._held = translated, caches
+        packed = _packed(operations, work, INSTRUCTIONS[instructions]) if isinstance(work, PromptChunk) else {}
+        for layer, values in packed.items():
+            caches[layer].packed, caches[layer].packed_head = _address(values), values.stride(0)
+        until = work.packed_until if isinstance(work, PromptChunk) else None
+        self._until = slots.count.new_zeros(()) if until is None else until
+        self._held = translated, caches, packed
+        self._views: dict[str, list[tuple[ctypes.Structure, BufferView]]] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # of buffers: address, and elements from row to row
+        for structure, each in zip(translated, operations, strict=True):
+            fields = getattr(structure, interface.member(type(each).__name__))
+            for field, value in vars(each).items():
+                if isinstance(value, BufferView):
+                    self._views.setdefault(value.buffer, []).append((getattr(fields, field), value))
         self._program = _MADE["Program"](
             operations=ctypes.addressof(translated),
             count=len(self.operations),
             caches=ctypes.addressof(caches),
             layers=layers,
             type=_number(work.dtype),
-            instructions=library.snapstream_best_instructions() if instructions is None else instructions,
+            instructions=instructions,
             groups=len(slots.base),
             slots=B,
             tokens=slots.tokens,
@@ -118,17 +166,38 @@ class CpuProgram:
             taken=_address(slots.taken),
             drafted=_address(slots.drafted),
             accepted=_address(slots.accepted),
-            certain=isinstance(work, PromptChunk),
+            certain=is_prompt,
+            many=is_prompt and slots.tokens > 1,
+            packed_until=_address(self._until),
         )
+        self._scratch, self._most_tokens = Scratch() if scratch is None else scratch, slots.tokens
         self._reserve(torch.get_num_threads())
 
+    def rebind(self, work: StepBuffers) -> None:
+        """Work on other rows of buffers, at most as many as at first, with the same slots and caches."""
+        slots, program = work.slots, self._program
+        assert slots.tokens <= self._most_tokens
+        self.work = work
+        program.tokens, program.token, program.token_row = slots.tokens, _address(slots.token), slots.token.stride(0)
+        for name, views in self._views.items():
+            buffer = work.buffers[name]
+            place = buffer.data_ptr(), buffer.stride(0)
+            if self._places.get(name) == place:
+                continue
+            self._places[name] = place
+            for structure, view in views:
+                structure.data, structure.row = place[0] + view.offset * buffer.itemsize, place[1]
+
     def _reserve(self, threads: int) -> None:
-        """Allocate the temporaries of so many threads."""
-        size = self._library.snapstream_scratch(ctypes.byref(self._program), threads)
+        """Have room for the temporaries of so many threads."""
+        program, tokens = self._program, self._program.tokens
+        program.tokens = self._most_tokens
+        size = self._library.snapstream_scratch(ctypes.byref(program), threads)
+        program.tokens = tokens
         if size < 0:
-            raise MemoryError("not enough memory to plan the temporaries of decoding")
-        device = self.work.slots.token.device
-        self._scratch, self._threads = torch.empty(size, dtype=torch.uint8, device=device), threads
+            raise MemoryError("not enough memory to plan the temporaries of a program")
+        self._scratch.reserve(size, self.work.slots.token.device)
+        self._threads = threads
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times in one launch.
@@ -137,15 +206,14 @@ class CpuProgram:
             MemoryError: There is not enough memory for temporaries.
         """
         assert 0 < steps <= self._steps
-        assert not self._scratch.is_meta, "a plan cannot be run"
         threads = torch.get_num_threads()
         if threads != self._threads:
             self._reserve(threads)
         begin, end, _ = slice(first, last).indices(len(self.operations))
         assert begin < end
-        scratch = self._scratch.data_ptr()
+        scratch = self._scratch.address
         if not self._library.snapstream_run(ctypes.byref(self._program), scratch, begin, end, steps, threads):
-            raise MemoryError("not enough memory for the temporaries of decoding")
+            raise MemoryError("not enough memory for the temporaries of a program")
 
     def _translate(self, operation: Operation) -> ctypes.Structure:
         """The structure of an operation, with the fields of its dataclass."""
@@ -271,35 +339,21 @@ def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
     )
 
 
+def _packed(operations: Sequence[Operation], work: PromptChunk, instructions: str) -> dict[int, Tensor]:
+    """By layer, where attention keeps a copy of values in the order in which it multiplies them."""
+    made: dict[int, Tensor] = {}
+    if work.dtype != torch.bfloat16 or instructions == "portable":
+        return made
+    for each in operations:
+        if isinstance(each, ops.Attend):
+            values = work.caches[each.layer].values[0]
+            shape = packed_shape(torch.Size((*values.shape[:2], each.target.size)), instructions)
+            made[each.layer] = work.packed[work.group_of(each.layer)] if work.packed else values.new_empty(shape)
+    return made
+
+
 def _number(dtype: torch.dtype) -> int:
     return interface.TYPES.index(f"{dtype}".removeprefix("torch."))
-
-
-def run_rows(name: str, source: Tensor, target: Tensor, **fields: Tensor | float) -> None:
-    """Run an operation on rows that are not in buffers.
-
-    Args:
-        name: Which operation.
-        source: ``[T, heads, size]``; the elements of a head must be contiguous.
-        target: As ``source``, of the same dtype.
-        **fields: Its other fields: parts as ``source``, vectors, and numbers.
-
-    Raises:
-        MemoryError: There is not enough memory for temporaries.
-        ValueError: A vector has another type than the kernels support.
-    """
-    given = {
-        field: value
-        if isinstance(value, int | float)
-        else structure_of_vector(value, f"{field} of {name}")
-        if interface.OPERATIONS[name][field] == "Vector"
-        else structure_of_rows(value)
-        for field, value in fields.items()
-    }
-    operation = _of_kind(name, _MADE[name](source=structure_of_rows(source), target=structure_of_rows(target), **given))
-    rows, threads = source.shape[0], torch.get_num_threads()
-    if not native().snapstream_rows(ctypes.byref(operation), _number(source.dtype), rows, threads):
-        raise MemoryError("not enough memory for temporaries")
 
 
 def _address(tensor: Tensor | None) -> int | None:

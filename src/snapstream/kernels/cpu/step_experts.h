@@ -118,16 +118,12 @@ class ExpertOperations {
       for (int64_t row = expert ? ends[expert - 1] : 0; row < ends[expert]; row += products.most) {
         const int64_t M = std::min(products.most, ends[expert] - row);
         const Gathered x = products.gather(o.weight, o.source, 0, M, thread, [&](int64_t m) { return row + m; });
-        const auto target = [&](int64_t m) { return at<T>(o.target, row + m); };
         if (o.gated) {
-          const Vector bias = bias_of(o, expert, 2 * o.target.size);
-          products.gate_units(x, o.weight, expert, o.target.size, bias, o.activation, tile, until, target);
+          products.gate_units(o, x, expert, tile, until, [&](int64_t m) { return row + m; });
         } else {
-          const Vector bias = bias_of(o, expert, o.target.size);
           products.multiply_units(x, o.weight, expert, tile, until,
                                   [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-                                    const vec y = load(sums);
-                                    put(target(m) + n, bias.data != nullptr ? y + some(bias, n, count) : y, count);
+                                    products.finish(o, expert, row + m, n, count, sums);
                                   });
         }
       }
@@ -150,14 +146,6 @@ class ExpertOperations {
   }
 
  private:
-  // An expert's part of the biases of all.
-  static Vector bias_of(const ExpertProduct& o, int64_t expert, int64_t count) {
-    if (o.bias.data == nullptr) return {};
-    return with_type(o.bias.type, [&](auto n) {
-      return Vector{numbers<decltype(n)>(o.bias) + expert * count, o.bias.type};
-    });
-  }
-
   Step& s;
   ProductOperations<T>& products;
   int64_t chosen = 0, experts = 0, candidates = 0;

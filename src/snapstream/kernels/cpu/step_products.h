@@ -36,6 +36,7 @@ class ProductOperations {
       }
       return 0;
     };
+    if (s.p.many) return;  // see step_prompt.h
     most = std::min(MOST_GATHERED, s.row_limit);
     for (int64_t i = 0; i < s.p.count; ++i) {
       visit(s.p.operations[i], needs);
@@ -91,22 +92,18 @@ class ProductOperations {
     }
   }
 
-  // The first `inner` rows of a matrix are gates, the others ups; so are the numbers of its bias.
-  template <typename Target>
-  void gate_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t inner, const Vector& bias,
-                  int64_t activation, int64_t begin, int64_t end, const Target& target) {
+  // The first rows of a matrix are gates, the others ups; so are the numbers of its bias.
+  template <typename O, typename RowAt>
+  void gate_units(const O& o, const Gathered& x, int64_t matrix, int64_t begin, int64_t end, const RowAt& row_at) {
+    const int64_t inner = o.target.size;
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, inner); n += UNIT) {
       const int64_t count = std::min(UNIT, inner - n);
       for (int64_t first = 0; first < x.count; first += ROWS_AT_ONCE) {
         alignas(64) float gates[ROWS_AT_ONCE * UNIT], ups[ROWS_AT_ONCE * UNIT];
         const int64_t M = std::min(ROWS_AT_ONCE, x.count - first);
-        multiply_unit(x, first, M, weight, matrix, n, count, gates);
-        multiply_unit(x, first, M, weight, matrix, inner + n, count, ups);
-        for (int64_t m = 0; m < M; ++m) {
-          vec a = load(gates + m * UNIT), b = load(ups + m * UNIT);
-          if (bias.data != nullptr) a += some(bias, n, count), b += some(bias, inner + n, count);
-          put(target(first + m) + n, gated(a, b, activation), count);
-        }
+        multiply_unit(x, first, M, o.weight, matrix, n, count, gates);
+        multiply_unit(x, first, M, o.weight, matrix, inner + n, count, ups);
+        for (int64_t m = 0; m < M; ++m) gate(o, matrix, row_at(first + m), n, count, gates + m * UNIT, ups + m * UNIT);
       }
     }
   }
@@ -114,15 +111,14 @@ class ProductOperations {
   void run(const Product& o, int64_t begin, int64_t end, int64_t thread) {
     each_group(o.weight, o.source, 0, thread, [&](const Gathered& x, const int64_t* rows) {
       multiply_units(x, o.weight, 0, begin, end, [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-        finish(o, rows[m], n, count, sums);
+        finish(o, 0, rows[m], n, count, sums);
       });
     });
   }
 
   void run(const GatedProduct& o, int64_t begin, int64_t end, int64_t thread) {
     each_group(o.weight, o.source, 0, thread, [&](const Gathered& x, const int64_t* rows) {
-      const auto target = [&](int64_t m) { return at<T>(o.target, rows[m]); };
-      gate_units(x, o.weight, 0, o.target.size, o.bias, o.activation, begin, end, target);
+      gate_units(o, x, 0, begin, end, [&](int64_t m) { return rows[m]; });
     });
   }
 
@@ -140,10 +136,40 @@ class ProductOperations {
       each_group(o.weight, o.source, head, thread, [&](const Gathered& x, const int64_t* rows) {
         multiply_units(x, o.weight, head, 0, units_of(o.weight.rows),
                        [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-                         put(at<T>(o.target, rows[m], head) + n, load(sums), count);
+                         finish(o, head, rows[m], n, count, sums);
                        });
       });
     }
+  }
+
+  // Writes the sums of `count` rows of a matrix from n on, at most UNIT, to a row of the target.
+  void finish(const Product& o, int64_t, int64_t row, int64_t n, int64_t count, const float* sums) {
+    vec y = o.bias.data != nullptr ? load(sums) + some(o.bias, n, count) : load(sums);
+    if (o.rounded) y = snapstream::rounded<T>(y);
+    y *= static_cast<float>(o.factor);
+    if (o.target.type == FLOAT32) {
+      return finish(at<float>(o.target, row) + n, o.rounded ? snapstream::rounded<T>(y) : y, o.add, count);
+    }
+    finish(at<T>(o.target, row) + n, o.add ? snapstream::rounded<T>(y) : y, o.add, count);
+  }
+
+  void finish(const HeadProduct& o, int64_t head, int64_t row, int64_t n, int64_t count, const float* sums) {
+    put(at<T>(o.target, row, head) + n, load(sums), count);
+  }
+
+  void finish(const ExpertProduct& o, int64_t expert, int64_t row, int64_t n, int64_t count, const float* sums) {
+    vec y = load(sums);
+    if (o.bias.data != nullptr) y += some(o.bias, expert * o.target.size + n, count);
+    put(at<T>(o.target, row) + n, y, count);
+  }
+
+  // The same with sums of gates and of what they let through.
+  template <typename O>
+  void gate(const O& o, int64_t matrix, int64_t row, int64_t n, int64_t count, const float* gates, const float* ups) {
+    const int64_t inner = o.target.size, biases = 2 * matrix * inner;
+    vec a = load(gates), b = load(ups);
+    if (o.bias.data != nullptr) a += some(o.bias, biases + n, count), b += some(o.bias, biases + inner + n, count);
+    put(at<T>(o.target, row) + n, gated(a, b, o.activation), count);
   }
 
  private:
@@ -160,17 +186,6 @@ class ProductOperations {
       const auto* numbers = reinterpret_cast<const typename A::Left::Number*>(x.numbers) + first * x.size;
       multiply<A>(numbers, M, row_of<typename A::Number>(part, matrix, n), x.size, count, sums, UNIT);
     });
-  }
-
-  // Writes the sums of `count` rows of a matrix from n on, at most UNIT, to a row of the target.
-  void finish(const Product& o, int64_t row, int64_t n, int64_t count, const float* sums) {
-    vec y = o.bias.data != nullptr ? load(sums) + some(o.bias, n, count) : load(sums);
-    if (o.rounded) y = snapstream::rounded<T>(y);
-    y *= static_cast<float>(o.factor);
-    if (o.target.type == FLOAT32) {
-      return finish(at<float>(o.target, row) + n, o.rounded ? snapstream::rounded<T>(y) : y, o.add, count);
-    }
-    finish(at<T>(o.target, row) + n, o.add ? snapstream::rounded<T>(y) : y, o.add, count);
   }
 
   template <typename N>

@@ -213,7 +213,7 @@ class RowOperations {
   void run(const Store& o, int64_t row) {
     const Cache& cache = s.p.caches[o.layer];
     const int64_t slot = row / s.p.tokens, t = row % s.p.tokens;
-    const bool certain = s.p.tokens == 1;
+    const bool certain = s.p.certain || s.p.tokens == 1;
     const int64_t length = certain ? cache.entries : s.p.tokens, entry = certain ? s.place(cache.group, row) : t;
     void *keys = certain ? cache.keys : cache.pending_keys, *values = certain ? cache.values : cache.pending_values;
     for (int64_t head = 0; head < cache.kv_heads; ++head) {

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from snapstream.kernels.formats import LANES, Format
-from snapstream.kernels.products import stock_grouped_linear
+from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.triton import BLOCK_ROWS, column_splits
 from snapstream.kernels.triton.tiles import SMALLEST, product, rounded
 from snapstream.kernels.weight import BlockWeight, Weight
@@ -366,7 +366,7 @@ def multiply(
         if isinstance(part, BlockWeight):
             _multiply_part(x, part, own, added, add, ends, like, factor)
         elif ends is not None:
-            own.copy_(stock_grouped_linear(x, part, ends))
+            own.copy_(grouped_linear(x, part, ends))
         else:
             y = part.multiply(x if like is not None else x.to(out.dtype), added)
             if factor != 1.0:

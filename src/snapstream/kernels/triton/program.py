@@ -16,7 +16,7 @@ from snapstream.cache import EntryShape, LayerCache, QuantizedCache, StateCache
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
-from snapstream.kernels.products import add_biases, stock_grouped_linear
+from snapstream.kernels.products import add_biases, grouped_linear
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.taking import Commit
 from snapstream.kernels.triton import blocks, recurrence, rows, store
@@ -308,7 +308,7 @@ def _(o: ops.ExpertProduct, m: StepBuffers) -> Call:
             out = x.new_empty(len(x), o.weight.shape[1])
             blocks.multiply(x, o.weight, out, ends=ends)
         else:
-            out = stock_grouped_linear(x, o.weight, ends)
+            out = grouped_linear(x, o.weight, ends)
         add_biases(out, o.bias, ends)
         if o.gated:
             rows.gate(out, y, o.activation)

@@ -1,0 +1,60 @@
+// Transposes matrices of 32-bit elements.
+#pragma once
+#include "vectors.h"
+
+namespace snapstream {
+
+// Vectors of four parts each of four vectors: part i of v[j] becomes part j of v[i].
+inline void transpose_quarters(vec_u32& a, vec_u32& b, vec_u32& c, vec_u32& d) {
+  const vec_u32 even_ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  const vec_u32 even_cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  const vec_u32 odd_ab = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const vec_u32 odd_cd = __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  a = __builtin_shufflevector(even_ab, even_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  b = __builtin_shufflevector(odd_ab, odd_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  c = __builtin_shufflevector(even_ab, even_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  d = __builtin_shufflevector(odd_ab, odd_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// In each of four parts: lane i of v[j] becomes lane j of v[i].
+inline void transpose_fours(vec_u32* v) {
+  const vec_u32 low_a = __builtin_shufflevector(v[0], v[1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+  const vec_u32 high_a = __builtin_shufflevector(v[0], v[1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  const vec_u32 low_b = __builtin_shufflevector(v[2], v[3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+  const vec_u32 high_b = __builtin_shufflevector(v[2], v[3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  v[0] = __builtin_shufflevector(low_a, low_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+  v[1] = __builtin_shufflevector(low_a, low_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  v[2] = __builtin_shufflevector(high_a, high_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+  v[3] = __builtin_shufflevector(high_a, high_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+// Lane i of v[j] becomes lane j of v[i].
+inline void transpose(vec_u32* v) {
+  UNROLL for (int i = 0; i < LANES; i += 4) transpose_fours(v + i);
+  // v[i + c] now has, in part p, lane 4 p + c of v[i .. i + 4].
+  UNROLL for (int c = 0; c < 4; ++c) transpose_quarters(v[c], v[c + 4], v[c + 8], v[c + 12]);
+}
+
+// The first sixteen elements of each of sixteen rows, transposed.
+inline void load_transposed(const void* const* rows, vec_u32* v) {
+#if defined(__AVX512F__)
+  // Loads of four elements of four rows do the second half of the work: loading is cheaper than moving.
+  UNROLL for (int c = 0; c < 4; ++c) {
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const auto four = [&](int part) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i + 4 * part]) + c);
+      };
+      __m512i all = _mm512_castsi128_si512(four(0));
+      all = _mm512_mask_broadcast_i32x4(all, 0x00F0, four(1));
+      all = _mm512_mask_broadcast_i32x4(all, 0x0F00, four(2));
+      v[4 * c + i] = (vec_u32)_mm512_mask_broadcast_i32x4(all, 0xF000, four(3));
+    }
+    transpose_fours(v + 4 * c);
+  }
+#else
+  UNROLL for (int i = 0; i < LANES; ++i) std::memcpy(&v[i], rows[i], sizeof(v[i]));
+  transpose(v);
+#endif
+}
+
+}  // namespace snapstream

@@ -1,0 +1,58 @@
+"""Which operations of a list the native loop runs, where others are run by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from snapstream.kernels import cpu
+from snapstream.kernels import operations as ops
+from snapstream.kernels.buffers import StepBuffers
+from snapstream.kernels.operations import Operation
+from snapstream.kernels.recurrence import Recur
+from snapstream.kernels.weight import Weight
+
+_LOOP = (
+    *(ops.Embed, ops.Angles, ops.Norm, ops.Product, ops.Cap, ops.GatedProduct, ops.Gate, ops.GateBy, ops.HeadProduct),
+    *(ops.Rotate, ops.ScaleByPosition, ops.Store, ops.Attend, Recur),
+    *(ops.Choose, ops.Sort, ops.ExpertProduct, ops.Combine),
+)
+"""All but those that take tokens."""
+_EXPERTS = ops.Sort, ops.ExpertProduct, ops.Combine
+"""Rows that are sorted by expert are put back by the same launch."""
+
+
+def loop_operations(operations: Sequence[Operation], work: StepBuffers) -> list[tuple[bool, Operation]]:
+    """Each operation after whether the native loop runs it, and then in the form in which it does."""
+    forms = [each.in_loop(work) for each in operations]
+    types = work.dtype, *(cache.entry_type for cache in work.caches)
+    fits = [isinstance(each, _LOOP) and cpu.unsupported([each], *types) is None for each in forms]
+    if not all(fit for fit, each in zip(fits, operations, strict=True) if isinstance(each, _EXPERTS)):
+        fits = [fit and not isinstance(each, _EXPERTS) for fit, each in zip(fits, operations, strict=True)]
+    return [
+        (fit, form if fit and form is not None else each)
+        for fit, form, each in zip(fits, forms, operations, strict=True)
+    ]
+
+
+def kind_of(o: Operation) -> tuple[object, ...]:
+    """What the memory of an operation depends on: not its layer, and of tensors only shapes and types."""
+
+    def of(value: object) -> object:
+        if isinstance(value, Weight):
+            return tuple((part.shape, part.dtype, type(part)) for part in value.parts)
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+    return (type(o), *(of(value) for name, value in vars(o).items() if name != "layer"))
+
+
+def loop_bytes(operations: Sequence[Operation], work: StepBuffers) -> int:
+    """Bytes of temporaries of the native loop, which it keeps, for those of some operations that it runs."""
+    different = list({kind_of(each): each for each in operations}.values())
+    some = [each for fits, each in loop_operations(different, work) if fits]
+    if not some:
+        return 0
+    scratch = cpu.Scratch()
+    cpu.CpuProgram(some, work, scratch=scratch)
+    return scratch.nbytes
