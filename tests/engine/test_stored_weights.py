@@ -151,7 +151,7 @@ def test_weights_that_would_fit_are_suggested(checkpoint):
 
 def test_prefixes_that_were_read_in_another_way_are_not_used(checkpoint, monkeypatch):
     """Long prompts are read with widened weights, short ones are not: neither may begin behind the other's entries."""
-    monkeypatch.setattr(prefill, "least_tokens", lambda device, dtype: 200)
+    monkeypatch.setattr(prefill, "least_tokens", lambda device: 200)
     start = prompt(130, 1)
     prompts = [start + prompt(length, length) for length in (20, 21, 90, 91, 22, 92)]
     settings, reused = {"weights": "q8_0", "slots": 1, "prefill_chunk": 32}, []
@@ -177,7 +177,7 @@ def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):
 
 def test_long_prompts_with_widened_weights(checkpoint, weights, tmp_path, monkeypatch):
     """As with the numbers of the blocks, without rounding; on this processor or not, it would be done with tiles."""
-    monkeypatch.setattr(prefill, "least_tokens", lambda device, dtype: 100)
+    monkeypatch.setattr(prefill, "least_tokens", lambda device: 100)
     llm = make(checkpoint, None, weights=weights)
     want = make(widened(checkpoint, weights, tmp_path / "wide"), None)
     assert llm.engine.plan.staging > want.engine.plan.staging

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from snapstream.config.engine import QUANTIZED
-from snapstream.kernels import cpu, products
+from snapstream.kernels import cpu
 from snapstream.kernels import operations as ops
-from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.cpu import blocks
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.formats import FORMATS
@@ -16,6 +16,7 @@ from snapstream.kernels.stock import StockProgram
 from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
 from tests.blocks import random_rows, random_weight, rounding_bound
 from tests.kernels.threads import on_threads
+from tests.products import multiply, multiply_experts, of_step
 
 KINDS = list(FORMATS.values())
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -66,7 +67,7 @@ def test_products_equal_float64(kind, dtype, T, rows, columns):
     x[:, :32] *= 100  # parts with scales of their own
     x[0, 32:64] = 0
     x, bias = x.to(dtype), torch.randn(rows, generator=generator)
-    got = products.linear(x, weight, bias)
+    got = multiply(x, weight, bias, many=T > 1, instructions=0)
     dense = weight.dense(torch.float64)
     want = x.double() @ dense.T + bias.double()
     rounded = want.abs() * 2**-8 if dtype == torch.bfloat16 else 0
@@ -82,11 +83,11 @@ def test_a_row_depends_on_itself_alone(kind):
     """To the bit: in any company, for any number of threads, in a step as in a prompt."""
     generator = random_generator()
     weight, x = random_weight(kind, 600, 1024, generator), torch.randn(67, 1024, generator=generator)
-    want = products.linear(x, weight)
+    want = multiply(x, weight, many=True)
     for first, last in ((0, 1), (3, 5), (7, 14), (20, 53), (66, 67)):
-        some = x[first:last]
-        assert torch.equal(on_threads(lambda some=some: products.linear(some, weight)), want[first:last])
-        assert torch.equal(on_threads(lambda some=some: cpu.skinny_linear(some, weight)), want[first:last])
+        for many in (False, True):
+            some = on_threads(lambda rows=x[first:last], many=many: multiply(rows, weight, many=many))
+            assert torch.equal(some, want[first:last])
 
 
 @has_kernels
@@ -95,14 +96,10 @@ def test_numbers_that_are_not_finite_stay_so():
         x = torch.randn(3, 512)
         x[1, 300] = bad
         for kind in KINDS:
-            got = products.linear(x, random_weight(kind, 32, 512, random_generator()))
-            assert got[1].isnan().all()
-            assert got[[0, 2]].isfinite().all()
-
-
-def _step_buffers(parts, rows, dtype):
-    valid = torch.ones(rows, dtype=torch.int64)
-    return StepBuffers(allocate_buffers(parts, rows, dtype), Slots.that_see(valid, 1), [], [], dtype)
+            weight = random_weight(kind, 32, 512, random_generator())
+            for got in (multiply(x, weight), multiply(x, weight, many=True)):
+                assert got[1].isnan().all()
+                assert got[[0, 2]].isfinite().all()
 
 
 @has_kernels
@@ -145,7 +142,7 @@ def test_steps_with_rows_in_several_formats(seed, dtype):
     ]
     results = []
     for program in (PlainProgram, CpuProgram):
-        work = _step_buffers([part for each in operations for part in each.parts()], B, dtype)
+        work = of_step([part for each in operations for part in each.parts()], B, dtype)
         work.slots.token.copy_(torch.arange(B)[:, None] * 7 % 50)
         work.buffers["ends"][0] = torch.tensor([B // 3, B // 3, B // 2, B])
         program(operations, work).run()
@@ -166,9 +163,10 @@ def test_experts_with_many_rows(kind, dtype):
     tiles = torch.stack([kind.pack(random_rows(kind, 48, 256, generator)) for _ in range(3)])
     weight, ends = BlockWeight(tiles, kind, 48), torch.tensor([70, 70, 130])
     x = torch.randn(130, 256, generator=generator).to(dtype)
-    got = products.grouped_linear(x, weight, ends)
-    want = torch.cat((products.linear(x[:70], weight.matrix(0)), products.linear(x[70:], weight.matrix(2))))
-    assert torch.equal(got, want)
+    for many in (False, True):
+        got = multiply_experts(x, weight, ends, many=many)
+        each = (multiply(rows, weight.matrix(n), many=many) for rows, n in ((x[:70], 0), (x[70:], 2)))
+        assert torch.equal(got, torch.cat([*each]))
 
 
 @has_kernels
@@ -181,7 +179,7 @@ def test_float32_logits_of_bfloat16_activations(kind, rounded):
     operation = ops.Product(BufferView("x", 256), logits, weight, rounded=rounded)
     results = []
     for program in (CpuProgram, StockProgram, PlainProgram):
-        work = _step_buffers(operation.parts(), 5, torch.bfloat16)
+        work = of_step(operation.parts(), 5, torch.bfloat16)
         work.buffers["x"].copy_(x)
         program([operation], work).run()
         results.append(work.buffers["y"])
@@ -197,11 +195,11 @@ def test_rows_in_one_format_that_are_gates_and_ups(dtype):
     weight, x = random_weight(FORMATS["q4_k"], 96, 256, random_generator()), torch.randn(70, 256).to(dtype)
     source, target = BufferView("x", 256), BufferView("y", 48)
     operation = ops.GatedProduct(source, target, weight)
-    work = _step_buffers(operation.parts(), 70, dtype)
+    work = of_step(operation.parts(), 70, dtype)
     work.buffers["x"].copy_(x)
     work.slots.active[5:40] = False
     CpuProgram([operation], work).run()
-    gates, ups = products.linear(x.float(), weight).chunk(2, -1)
+    gates, ups = multiply(x.float(), weight).chunk(2, -1)
     want = (torch.nn.functional.silu(gates) * ups).to(dtype)
     want[5:40] = 0
     torch.testing.assert_close(work.buffers["y"], want, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-4)
@@ -218,7 +216,7 @@ def test_what_kernels_cannot_take_apart_is_refused():
         (ops.Product(x, y, several), "numbers of several types"),
         (ops.GatedProduct(x, z, random_weight(kind, 80, 256, generator)), "gates of GatedProduct end within a tile"),
     ):
-        work = _step_buffers(operation.parts(), 1, torch.float32)
+        work = of_step(operation.parts(), 1, torch.float32)
         with pytest.raises(ValueError, match=said):
             CpuProgram([operation], work)
 
@@ -229,8 +227,6 @@ def test_bad_arguments_are_refused():
     weight = random_weight(kind, 32, 256, random_generator())
     with pytest.raises(ValueError, match="tiles do not match"):
         blocks.pack(kind, torch.zeros(17, 144, dtype=torch.uint8), torch.zeros(1, 1, 2304, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="shapes do not match"):
-        blocks.multiply(torch.zeros(2, 512), weight, torch.zeros(2, 32))
     with pytest.raises(ValueError, match="the target is"):
         blocks.widen(weight, torch.zeros(32, 512))
     with pytest.raises(ValueError, match="do not consist of blocks of 256"):

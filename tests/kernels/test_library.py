@@ -11,7 +11,6 @@ import torch
 
 from snapstream.cache import EntryShape
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels import products
 from snapstream.kernels.cpu import blocks, build, library
 from snapstream.kernels.cpu.program import CpuProgram
 from snapstream.kernels.formats import FORMATS
@@ -22,6 +21,7 @@ from tests.blocks import random_rows
 from tests.checkpoints import save_checkpoint
 from tests.kernels.test_coded_attention import KINDS, SHAPES, VALID, attend, filled, random
 from tests.kernels.test_program import EXACT, agree, work
+from tests.products import multiply
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no kernels, and no C++ compiler")
 LEVELS = {level.name: level for level in build.LEVELS}
@@ -116,8 +116,7 @@ def test_blocks_are_the_same_on_each_level(opened, monkeypatch):
         weight, wide = BlockWeight(tiles, kind, 37), torch.zeros(37, 512)
         blocks.widen(weight, wide)
         assert torch.equal(wide, weight.dense(torch.float32))
-        out = torch.zeros(11, 37)
-        blocks.multiply(x, weight, out)
+        out = multiply(x, weight, many=True)
         parts = x.view(11, -1, 32)
         step = parts.abs().amax(-1, keepdim=True) / 127
         rounded = ((parts / step).round() * step).flatten(1)
@@ -126,9 +125,9 @@ def test_blocks_are_the_same_on_each_level(opened, monkeypatch):
         assert (out - want).abs().mean() < 1e-4 * want.abs().mean()
         # A step and a prompt are multiplied by two functions, with the same bits.
         for rows_of in (x, x.bfloat16()):
-            together = products.linear(rows_of, weight)
-            assert torch.equal(kernels.skinny_linear(rows_of, weight), together)
-            assert torch.equal(products.linear(rows_of[3:4], weight), together[3:4])
+            together = multiply(rows_of, weight, many=True, instructions=0)
+            assert torch.equal(multiply(rows_of, weight, instructions=0), together)
+            assert torch.equal(multiply(rows_of[3:4], weight, many=True, instructions=0), together[3:4])
 
 
 @pytest.mark.parametrize("level", sorted(FORBIDDEN.keys() & LEVELS.keys()))

@@ -23,6 +23,7 @@ from snapstream.kernels.taking import Advance, Commit, Draw, Verify
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models.weights import load_model, load_spec
 from tests.checkpoints import FAMILIES, LATENT, save_checkpoint
+from tests.products import multiply, multiply_experts
 
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 EXACT = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
@@ -410,12 +411,8 @@ def test_weights_are_checked():
     ):
         with pytest.raises(ValueError, match=said):
             CpuProgram([product], StepBuffers(buffers, slots, [], [], torch.float32))
-    for few in (
-        kernels.skinny_linear,
-        lambda x, w: kernels.grouped_linear(x, DenseWeight(w.stored[None]), torch.tensor([2])),
-    ):
-        with pytest.raises(ValueError, match="is not contiguous"):
-            few(torch.zeros(2, 64), DenseWeight(gaps))
+    with pytest.raises(ValueError, match="is not contiguous"):
+        multiply_experts(torch.zeros(2, 64), DenseWeight(gaps[None]), torch.tensor([2]), many=False)
 
 
 class AnotherOperation(ops.Operation):
@@ -427,14 +424,14 @@ def test_a_fork_has_a_team_of_its_own(monkeypatch):
     """Threads are not copied: what was left to them would never be done, or by one thread alone."""
     x, weight = torch.randn(2, 256), DenseWeight(torch.randn(4096, 256))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    want = kernels.skinny_linear(x, weight)
+    want = multiply(x, weight)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # rather than wait for ever
         try:
             for _ in range(20):
-                assert torch.equal(kernels.skinny_linear(x, weight), want)
+                assert torch.equal(multiply(x, weight), want)
             os.write(writing, b"same, by %d threads" % len(os.listdir("/proc/self/task")))
         finally:
             os._exit(0)
@@ -442,4 +439,4 @@ def test_a_fork_has_a_team_of_its_own(monkeypatch):
     with os.fdopen(reading) as answer:
         assert answer.read() == "same, by 4 threads"
     assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(kernels.skinny_linear(x, weight), want)
+    assert torch.equal(multiply(x, weight), want)

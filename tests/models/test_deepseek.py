@@ -22,12 +22,11 @@ from snapstream.models.weights import dequantise, load_model, load_spec
 from tests.attending import run_on
 from tests.checkpoints import LATENT, save_checkpoint
 from tests.models.test_weights import edit_config, rewrite
+from tests.products import multiply_experts
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-own = pytest.param(
-    True, marks=pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
-)
+needs_kernels = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,33 +38,21 @@ def sizes_of(rows, experts, generator):
     return torch.randint(0, experts, (rows,), generator=generator).bincount(minlength=experts)
 
 
-@pytest.mark.parametrize("own_kernel", [False, own])
+@pytest.mark.parametrize("how", ["torch", *(pytest.param(each, marks=needs_kernels) for each in ("few", "many"))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "experts", "out"), [(1, 1, 1), (2, 8, 64), (7, 3, 33), (16, 4, 100), (60, 5, 31)])
-def test_grouped_linear_equals_float64(own_kernel, dtype, rows, experts, out, monkeypatch):
-    monkeypatch.setattr(kernels, "loaded", own_kernel)
+def test_experts_equal_float64(how, dtype, rows, experts, out):
     generator = torch.Generator().manual_seed(rows)
     sizes = sizes_of(rows, experts, generator)
     x = torch.randn(rows, 96, generator=generator).to(dtype)
     weight = torch.randn(experts, out, 96, generator=generator).to(dtype)
     weight[sizes == 0] = float("nan")  # what nobody chose is not touched
-    got = grouped_linear(x, DenseWeight(weight), sizes.cumsum(0))
+    ends, given = sizes.cumsum(0), DenseWeight(weight)
+    got = grouped_linear(x, given, ends) if how == "torch" else multiply_experts(x, given, ends, many=how == "many")
     expert = torch.arange(experts).repeat_interleave(sizes)
     want = torch.stack([weight[e].double() @ row.double() for e, row in zip(expert, x, strict=True)])
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
-def test_grouped_linear_checks_its_arguments():
-    x, weight = torch.randn(4, 64), torch.randn(3, 8, 64)
-    with pytest.raises(ValueError, match="not in order"):
-        grouped_linear(x, DenseWeight(weight), torch.tensor([3, 2, 4]))
-    for last in (3, 5):
-        with pytest.raises(ValueError, match="not the number of rows"):
-            grouped_linear(x, DenseWeight(weight), torch.tensor([1, 2, last]))
-    with pytest.raises(ValueError, match="multiples of 32"):
-        kernels.grouped_linear(x[:, :40], DenseWeight(weight[..., :40].contiguous()), torch.tensor([1, 2, 4]))
 
 
 def shape(**changes):

@@ -28,8 +28,12 @@ def loop_operations(operations: Sequence[Operation], work: StepBuffers) -> list[
     forms = [each.in_loop(work) for each in operations]
     types = work.dtype, *(cache.entry_type for cache in work.caches)
     fits = [isinstance(each, _LOOP) and cpu.unsupported([each], *types) is None for each in forms]
-    if not all(fit for fit, each in zip(fits, operations, strict=True) if isinstance(each, _EXPERTS)):
-        fits = [fit and not isinstance(each, _EXPERTS) for fit, each in zip(fits, operations, strict=True)]
+    first = 0
+    for at, each in enumerate(operations):
+        first = at if isinstance(each, ops.Sort) else first
+        if isinstance(each, ops.Combine) and not all(fits[first : at + 1]):
+            for n in range(first, at + 1):
+                fits[n] = fits[n] and not isinstance(operations[n], _EXPERTS)
     return [
         (fit, form if fit and form is not None else each)
         for fit, form, each in zip(fits, forms, operations, strict=True)

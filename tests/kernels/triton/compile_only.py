@@ -225,7 +225,7 @@ def make_engine(directory: str, **settings):
     from snapstream.kernels import triton as kernels
 
     kernels.missing = lambda device: None
-    prefill.least_tokens = lambda device, dtype: 100
+    prefill.least_tokens = lambda device: 100
     sampling.shapes_may_vary = lambda device: False
     kernels.interpret()
     with torch.device("meta"):  # which remembers what makes tensors: before one of these functions is replaced
