@@ -21,7 +21,9 @@ from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.products import grouped_linear, stock_grouped_linear
+from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
+from snapstream.kernels.operations import ExpertProduct, Product
+from snapstream.kernels.products import grouped_linear
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
@@ -54,6 +56,15 @@ ROUNDS = 9
 MANY = 512  # experts of 2 MiB each: more than the processor's caches hold
 
 
+def multiply(product: ExpertProduct | Product, x: torch.Tensor, ends: torch.Tensor | None = None) -> None:
+    """Run a product of a few rows in the native loop, as a step does."""
+    slots = Slots.that_see(torch.ones(len(x), dtype=torch.int64), 1)
+    buffers = allocate_buffers(product.parts(), len(x), x.dtype, {"x": x})
+    if ends is not None:
+        buffers["ends"][0] = ends
+    kernels.CpuProgram([product], StepBuffers(buffers, slots, [], [], x.dtype)).run()
+
+
 def bench_experts(model: DecoderModel) -> None:
     """One matrix product with routed experts, for eight tokens with four experts each."""
     print("\n## Eight tokens, four of 32 experts each\n")
@@ -67,20 +78,23 @@ def bench_experts(model: DecoderModel) -> None:
     for chosen in (4, 8, 16, 32):
         ends = torch.full((chosen,), 32 // chosen).cumsum(0)
         turns = iter(range(10**9))
+        source, target = BufferView("x", x.shape[1]), BufferView("y", weight.shape[1])
+        ends_of = BufferView("ends", chosen, dtype=torch.int64)
 
         def some(chosen=chosen, turns=turns) -> torch.Tensor:
             # Different experts in each call, so that none is in the processor's caches.
             first = next(turns) * chosen % MANY
             return many[first : first + chosen]
 
-        def kernel(some=some, ends=ends) -> None:
-            grouped_linear(x, DenseWeight(some()), ends)
+        def kernel(some=some, ends=ends, source=source, target=target, ends_of=ends_of) -> None:
+            multiply(ExpertProduct(source, target, ends_of, DenseWeight(some()), gated=False), x, ends)
 
         def stock(some=some, ends=ends) -> None:
-            stock_grouped_linear(x, DenseWeight(some()), ends)
+            grouped_linear(x, DenseWeight(some()), ends)
 
-        def read(some=some) -> None:
-            kernels.skinny_linear(x[:1], DenseWeight(some().flatten(0, 1)))
+        def read(some=some, source=source) -> None:
+            together = DenseWeight(some().flatten(0, 1))
+            multiply(Product(source, BufferView("y", together.shape[0]), together), x[:1])
 
         beside = []
         for other in (read, stock):  # not in the same round, because torch's threads keep spinning for a while

@@ -12,11 +12,9 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,26 +26,27 @@ from engine import BUDGET, CPU, Spread, interleaved, make_checkpoint, ratio, sec
 from limits import as_the_command_does, multiplications
 from model import CONFIG
 from snapstream import CacheBudget
-from snapstream.attention import CpuAttention, choose_backend
-from snapstream.cache import LayerCache
+from snapstream.attention import choose_backend
 from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.kernels import cpu as kernels
+from snapstream.kernels.buffers import BufferView, PromptChunk, Slots
+from snapstream.kernels.operations import Angles, Attend, GatedProduct, Norm, Product, Rotate, Store
+from snapstream.kernels.weight import DenseWeight
 from snapstream.models import DecoderModel, load_model
-from snapstream.models.layers import Linear
 from snapstream.models.weights import load_spec
 
 SECTIONS = ("products", "attention", "prompts", "profile", "neighbours")
 LENGTHS = (4096, 16384, 32768)
 CHUNK = 2048
-PARTS = {  # parts of the profile, each with the function whose time is counted
-    "attention": (CpuAttention, "prefill"),
-    "products": (Linear, "forward"),
-    "norms, rotation, gating": (kernels, "run_rows"),
-    "storing": (LayerCache, "write"),
-    "compression": (Prefill, "_compress"),
+ROWS = (16, 64, 128, 256, 512, 768, 1024, 1280, 2048)
+PARTS = {  # parts of the profile, each with its operations
+    "attention": Attend,
+    "products, gates": Product | GatedProduct,
+    "norms, rotation": Norm | Rotate | Angles,
+    "storing": Store,
 }
 
 
@@ -57,16 +56,34 @@ def show_limits(found: dict[str, float]) -> None:
     print("|---" * len(found) + "|\n| " + " | ".join(f"{rate:.0f}" for rate in found.values()) + " |")
 
 
-def bench_products(peak: float, rounds: int) -> None:
-    print(f"\n## Torch's products of {CHUNK} rows in bfloat16\n\n| weights | GFLOP/s | of the limit |\n|---|---|---|")
+def bench_products(rounds: int) -> None:
+    """Products of a prompt's rows: by torch as it is fastest, with a new result each time, and by the native loop."""
+    print("\n## Products of bfloat16: GFLOP/s of torch and of the native loop, and torch's time / the loop's\n")
+    print("| weights | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |\n" + "|---" * (1 + len(ROWS)) + "|")
     wide, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    for outputs, inputs in ((wide, wide), (2 * inner, wide), (wide, inner)):
-        x, weight = (torch.randn(size, inputs).bfloat16() for size in (CHUNK, outputs))
-        work = {"": lambda x=x, weight=weight: F.linear(x, weight)}
-        interleaved(work, 1)
-        times = interleaved(work, 4 * rounds)[""]
-        rates = Spread([2 * CHUNK * outputs * inputs / time / 1e9 for time in times])
-        print(f"| {outputs} x {inputs} | {rates.show(0)} | {100 * rates.median / peak:.0f} % |", flush=True)
+    for outputs, inputs in ((wide, wide), (2 * inner, wide), (wide, inner), (1536, 8960), (8960, 1536)):
+        # So many that they come from memory, as those of a model do.
+        weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(max(2, 2**25 // (outputs * inputs)))]
+        cells = []
+        for rows in ROWS:
+            x = torch.randn(rows, inputs).bfloat16()
+            source, target = BufferView("x", inputs), BufferView("y", outputs)
+            buffers = {"x": x, "y": torch.empty(rows, outputs, dtype=torch.bfloat16)}
+            slots = Slots.of_prompt(torch.zeros(1, rows, dtype=torch.int64), rows)
+            products = [Product(source, target, DenseWeight(each)) for each in weights]
+            program = kernels.CpuProgram(products, PromptChunk(buffers, slots, [], [], torch.bfloat16))
+
+            def by_torch(x: Tensor = x, weights: list[Tensor] = weights) -> None:
+                for weight in weights:
+                    F.linear(x, weight)
+
+            work = {"torch": by_torch, "loop": program.run}
+            interleaved(work, 1)
+            times = interleaved(work, rounds)
+            flops = 2 * rows * inputs * outputs * len(weights) / 1e9
+            rates = [Spread([flops / time for time in times[name]]).median for name in work]
+            cells.append(f"{rates[0]:.0f}, {rates[1]:.0f}; {ratio(times['torch'], times['loop']).show(2)}x")
+        print(f"| {outputs} x {inputs} | {' | '.join(cells)} |", flush=True)
 
 
 def torch_attention(query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float) -> Tensor:
@@ -193,34 +210,27 @@ def bench_prompts(model: DecoderModel, checkpoint: str, rounds: int) -> None:
         print(f"| {length} | {' | '.join(cells)} | {share.show(1)} % |", flush=True)
 
 
-def timed(function: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
-    """Wrap a function so that its time is added to a part."""
-
-    def run(*arguments: Any, **named: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*arguments, **named)
-        finally:
-            spent[part] += time.perf_counter() - start
-
-    return run
-
-
 def bench_profile(model: DecoderModel) -> None:
     print(f"\n## Where the time of a prompt goes, in chunks of {CHUNK}: percent\n")
-    names = [*PARTS, "all else"]
+    names = [*PARTS, "compression", "all else"]
     print(f"| tokens | {' | '.join(names)} |\n" + "|---" * (1 + len(names)) + "|")
-    for length in LENGTHS:
+    run = kernels.CpuProgram.run
+    for length in (256, 1024, *LENGTHS):
         reader, tokens = Reader(model, length, CHUNK), torch.randint(0, 4096, (length,)).tolist()
         reader.read(tokens)
+        reader.shares.clear()
         spent = dict.fromkeys(names, 0.0)
-        with ExitStack() as patches:
-            for part, (owner, name) in PARTS.items():
-                patches.enter_context(patch.object(owner, name, timed(getattr(owner, name), spent, part)))
+
+        def one_by_one(program: kernels.CpuProgram, spent: dict[str, float] = spent) -> None:
+            for at, operation in enumerate(program.operations):
+                part = next((name for name, kinds in PARTS.items() if isinstance(operation, kinds)), "all else")
+                spent[part] += seconds(lambda at=at: run(program, 1, at, at + 1))
+
+        with patch.object(kernels.CpuProgram, "run", one_by_one):
             whole = seconds(lambda reader=reader, tokens=tokens: reader.read(tokens))
-        spent["all else"] = whole - sum(spent.values())
-        total = sum(spent.values())
-        print(f"| {length} | {' | '.join(f'{100 * spent[name] / total:.1f}' for name in names)} |", flush=True)
+        spent["compression"] = reader.shares[0] * whole
+        spent["all else"] += whole - sum(spent.values())
+        print(f"| {length} | {' | '.join(f'{100 * spent[name] / whole:.1f}' for name in names)} |", flush=True)
 
 
 @contextmanager
@@ -262,7 +272,7 @@ def main() -> None:
     peaks = multiplications()
     show_limits(peaks)
     if "products" in wanted:
-        bench_products(max(peaks.values()), options.rounds)
+        bench_products(options.rounds)
     if "attention" in wanted:
         bench_attention(peaks, options.rounds)
     with tempfile.TemporaryDirectory() as checkpoint:

@@ -62,17 +62,35 @@ def run_on(operations, x, program):
     return buffers["y"]
 
 
-def read_in_chunks(model, tokens, ends, program):
-    """Logits after every token ``[L, vocab]``, of chunks that end at ``ends``, each read by a program."""
+def read_in_chunks(model, tokens, ends, program, *, again=False):
+    """Logits after every token ``[L, vocab]``, of chunks that end at ``ends``, each read by a program.
+
+    With ``again``, one program that has room for all tokens reads all chunks.
+    """
     operations, (length, device) = list(model.operations()), (len(tokens), tokens.device)
     dtype, made, start = model.dtype, [], 0
     entries = [model.spec.layer_group(layer).entry for layer in range(model.spec.cached_layers)]
     caches = [entry.empty(1, length, entry_type=dtype, device=device) for entry in entries]
+    parts = [part for each in operations for part in each.parts()]
+    if again:
+        whole = Slots.of_prompt(tokens[None].clone(), length)
+        buffers = allocate_buffers(parts, length, dtype, device=device)
+        work = PromptChunk(buffers, whole, caches, [], dtype, packed_until=whole.count.new_zeros(()))
+        one = program(operations, work)
+        for end in ends:
+            for first in (whole.position, whole.count):
+                first.fill_(start)
+            some = replace(whole, token=tokens[None, start:end])
+            rows = {name: buffer[: len(buffer) // length * (end - start)] for name, buffer in buffers.items()}
+            one.rebind(replace(work, slots=some, buffers=rows))
+            one.run()
+            made.append(rows["logits"].clone())
+            start = end
+        return torch.cat(made)
     for end in ends:
         slots = Slots.of_prompt(tokens[None, start:end], length)
         for first in (slots.position, slots.count):
             first.fill_(start)
-        parts = (part for each in operations for part in each.parts())
         buffers = allocate_buffers(parts, end - start, dtype, device=device)
         program(operations, PromptChunk(buffers, slots, caches, [], dtype)).run()
         made.append(buffers["logits"])
