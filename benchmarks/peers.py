@@ -46,7 +46,9 @@ ENVIRONMENTS = {
     "llama.cpp, together": ".venv-llamacpp",
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
-PROMPTS = (256, 1024, 2048, 4096, CONTEXT, 32768)
+PROMPTS = (128, 256, 512, 1024, 2048, 4096, CONTEXT, 32768)
+PAUSE = 0.5
+"""Seconds between measurements: after its work, an engine's threads may keep the processor busy for a while."""
 CONTEXTS, BATCHES = (4096, CONTEXT, 32768), (1, 4, 8)
 SECTIONS = ("start", "prefill", "decode", "neighbours")
 
@@ -123,6 +125,7 @@ def prefill(model: str, rounds: int) -> dict[str, Any]:
                 engine.ask("clear")
         for seed in range(rounds):
             for engine in measured:
+                time.sleep(PAUSE)
                 times[engine.name].append(engine.ask("fill", prompts(1, length, seed)))
                 engine.ask("clear")
         ours = times[engines[0].name]

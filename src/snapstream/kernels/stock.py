@@ -61,6 +61,8 @@ class StockProgram:
 
     draws = captured = False
 
+    _parts: dict[tuple[int, int | None], list[cpu.CpuProgram | Operation]]  # by slice of the list
+
     def __init__(self, operations: Sequence[Operation], work: StepBuffers, scratch: cpu.Scratch | None = None) -> None:
         """Plan the launches.
 
@@ -71,15 +73,15 @@ class StockProgram:
         """
         self.operations, self.work = operations, work
         self._scratch = cpu.Scratch() if scratch is None else scratch
-        self._parts = self._planned(operations)
+        self._parts = {(0, None): self._planned(operations)}
 
     @torch.inference_mode()
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
-        some = self.operations[first:last]
-        parts = self._parts if len(some) == len(self.operations) else self._planned(some)
+        if (first, last) not in self._parts:
+            self._parts[first, last] = self._planned(self.operations[first:last])
         for self.work.step in range(steps):
-            for part in parts:
+            for part in self._parts[first, last]:
                 if isinstance(part, cpu.CpuProgram):
                     part.run()
                     self._record(part.operations[-1])
@@ -89,7 +91,7 @@ class StockProgram:
     def rebind(self, work: StepBuffers) -> None:
         """Work on other rows of buffers, at most as many as at first, with the same slots and caches."""
         self.work = work
-        for part in self._parts:
+        for part in itertools.chain(*self._parts.values()):
             if isinstance(part, cpu.CpuProgram):
                 part.rebind(work)
 

@@ -55,7 +55,7 @@ class Launch : public Work {
         return 0;
       }
       now = &s.p.operations[next++], ++s.phase;
-      divisor = s.p.many ? 0 : 2;
+      divisor = 2;
       if (const int64_t count = visit(*now, [&](const auto& o) { return units(o); })) return count;
     }
   }
@@ -66,11 +66,11 @@ class Launch : public Work {
 
  private:
   // Units of an operation; also plans what it needs besides its buffers.
-  int64_t units(const Product& o) { return s.p.many ? prompt.plan(o) : units_of(o.target.size); }
-  int64_t units(const GatedProduct& o) { return s.p.many ? prompt.plan(o) : units_of(o.target.size); }
-  int64_t units(const HeadProduct& o) { return s.p.many ? prompt.plan(o) : o.source.heads; }
-  int64_t units(const ExpertProduct& o) { return s.p.many ? prompt.plan(o) : experts.plan(o); }
-  int64_t units(const Attend& o) { return s.p.certain ? chunk()->next_phase() : attention.plan(o); }
+  int64_t units(const Product& o) { return s.p.many ? large(prompt.plan(o)) : units_of(o.target.size); }
+  int64_t units(const GatedProduct& o) { return s.p.many ? large(prompt.plan(o)) : units_of(o.target.size); }
+  int64_t units(const HeadProduct& o) { return s.p.many ? large(prompt.plan(o)) : o.source.heads; }
+  int64_t units(const ExpertProduct& o) { return s.p.many ? large(prompt.plan(o)) : experts.plan(o); }
+  int64_t units(const Attend& o) { return s.p.certain ? large(chunk()->next_phase()) : attention.plan(o); }
   int64_t units(const Sort& o) { return experts.plan(o); }
   int64_t units(const Recur& o) { return recurrence.units(o); }
   int64_t units(const Draw&) { return s.slot_count(); }
@@ -79,6 +79,12 @@ class Launch : public Work {
   int64_t units(const Advance&) { return s.slot_count(); }
   template <typename O>
   int64_t units(const O&) { return s.row_count(); }
+
+  // Units that take long, so a thread takes one at a time.
+  int64_t large(int64_t count) {
+    divisor = 0;
+    return count;
+  }
 
   // Units of a further phase of the operation; 0 if there is none.
   int64_t more_units(const Attend&) { return s.p.certain ? chunk()->next_phase() : 0; }
