@@ -114,6 +114,11 @@ class PrefillJob:
         return self._spec.group_of(self.layer)
 
     @property
+    def has_voters(self) -> bool:
+        """Whether the last queries of the current layer are needed: to choose entries, or to report on the choice."""
+        return any(each.layouts[self.group].selects or each.return_kept_tokens for each in self.targets)
+
+    @property
     def before(self) -> int:
         """Entries of earlier turns at the start of the current layer's staging cache."""
         return self._before(self.group)

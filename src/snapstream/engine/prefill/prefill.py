@@ -40,7 +40,7 @@ from snapstream.engine.prefill.staging import Staging
 from snapstream.engine.requests.output import TokenLogprobs
 from snapstream.engine.settings import Setup, Types
 from snapstream.kernels import cpu
-from snapstream.kernels.buffers import PromptChunk, Slots, allocate_buffers
+from snapstream.kernels.buffers import BufferView, PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.launches import loop_operations
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.recurrence import Recur
@@ -67,6 +67,7 @@ class Layer:
         after: Attention, and what follows.
         others: After the last layer with a cache, layers that read its cache or an earlier one.
         query: Where ``before`` leaves the queries; ``None`` in a layer with a state.
+        leaves_queries: Whether they are still there after ``after``.
     """
 
     def __init__(self, operations: Sequence[Operation], others: Sequence[Operation] = ()) -> None:
@@ -75,6 +76,9 @@ class Layer:
         self.query = mixer.query if isinstance(mixer, Attend) else None
         at += self.query is None
         self.before, self.after = operations[:at], operations[at:]
+        targets = (getattr(each, "target", None) for each in self.after)
+        written = [each.buffer for each in targets if isinstance(each, BufferView)]
+        self.leaves_queries = self.query is None or self.query.buffer not in written
 
 
 class Prefill:
@@ -206,12 +210,16 @@ class Prefill:
         if is_mtp:
             self._slots.token[0, :used] = self._following(job, start, used)
             operations = [*self._enter, *operations]
-        self._run("before", operations, chunk, job)
-        if has_budget and layer.query is not None:  # otherwise nobody votes
+        at_once = layer.leaves_queries and not (last_layer or is_mtp)
+        if at_once:
+            self._run("layer", [*operations, *layer.after], chunk, job)
+        else:
+            self._run("before", operations, chunk, job)
+        if has_budget and layer.query is not None and job.has_voters:
             lane.keep_queries(layer.query.of(chunk.buffers), first, job.length)
         if last_layer or is_mtp:
             self._last_input.copy_(x[used - 1 :])
-        else:
+        elif not at_once:
             self._run("after", layer.after, chunk, job)
         if last_layer:
             self._finish_chunk(job, start, x, layer)

@@ -84,8 +84,9 @@ class PromptProducts {
   }
 
  private:
-  static constexpr int64_t MOST_ROWS = 512;   // that panels are multiplied by before the next ones are made
-  static constexpr int64_t MOST_HALVES = 8;   // halves of panels of a unit
+  static constexpr int64_t MOST_ROWS = 512;         // that panels are multiplied by before the next ones are made
+  static constexpr int64_t MOST_ROUNDED = 256;      // the same of rows in bytes, which take more room
+  static constexpr int64_t MOST_HALVES = 8;         // halves of panels of a unit
   static constexpr int64_t COLUMNS_AT_ONCE = 1024;  // of blocks that are multiplied as bytes
   static constexpr int64_t SUMS = MOST_HALVES * LANES * MOST_ROWS;
   static constexpr int64_t PANEL_BYTES = MOST_HALVES * LANES * DEPTH * sizeof(float);
@@ -174,8 +175,9 @@ class PromptProducts {
   }
 
   void add_rows(int64_t matrix, int64_t first, int64_t end) {
-    for (int64_t from = first; from < end; from += MOST_ROWS) {
-      const int64_t rows = std::min(MOST_ROWS, end - from), before = blocks.size();
+    const int64_t most_rows = way == Way::BYTES ? MOST_ROUNDED : MOST_ROWS;
+    for (int64_t from = first; from < end; from += most_rows) {
+      const int64_t rows = std::min(most_rows, end - from), before = blocks.size();
       for (int64_t row = 0; row < rows; row += HEIGHT) blocks.push_back({matrix, from + row, std::min(HEIGHT, rows - row)});
       groups.push_back({matrix, before, static_cast<int64_t>(blocks.size()) - before, rows});
     }
