@@ -1,6 +1,5 @@
 """The plan of memory beside what is allocated."""
 
-import json
 from dataclasses import asdict
 
 import pytest
@@ -11,7 +10,6 @@ from snapstream.attention import SdpaAttention, TritonAttention
 from snapstream.cache.groups import SMALLEST_BLOCK
 from snapstream.engine.memory.planner import LIBRARY_WORKSPACE, plan_engine
 from snapstream.engine.settings import set_up
-from snapstream.kernels import cpu
 from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -52,13 +50,6 @@ def kept_by(plan):
     return plan["staging"] + plan["metadata"] + (plan["slots"] if plan["slots"] < SMALLEST_BLOCK else 0)
 
 
-def packing(checkpoint):
-    """Of the plan of a CPU: what a library has of its own, which torch does not know."""
-    sizes = json.loads((checkpoint / "config.json").read_text())
-    is_packed = cpu.available() and cpu.prefill_instructions(torch.bfloat16) == "tiles"
-    return 2 * sizes["intermediate_size"] * sizes["hidden_size"] * 2 * is_packed
-
-
 @pytest.mark.parametrize(
     "checkpoint", ["llama3-gqa", pytest.param("deepseek-v3", marks=pytest.mark.slow)], indirect=True
 )
@@ -67,8 +58,7 @@ def test_what_the_path_of_cuda_allocates(checkpoint):
     pytest.importorskip("triton")
     got = compile_only("memory", checkpoint, 4000, 8)
     assert got["kept"] == pytest.approx(kept_by(got), rel=0.01)
-    prompts = got["workspace"] - packing(checkpoint)
-    assert 0.95 * prompts <= got["reading"] <= 1.15 * prompts
+    assert 0.95 * got["workspace"] <= got["reading"] <= 1.15 * got["workspace"]
     many = compile_only("memory", checkpoint, 512, 600)
     assert many["sampling"] == pytest.approx(many["workspace"], rel=0.01)
 
@@ -81,7 +71,7 @@ def test_what_a_cpu_allocates(checkpoint, attention):
     assert kept < 2**20
     # Attention by torch is declared for all of its versions, and some kernels have memory of their own.
     least = 0.3 if attention == "sdpa" or llm.engine.spec.latent else 0.98
-    assert least * llm.engine.plan.workspace < peak <= 1.01 * llm.engine.plan.workspace
+    assert least * llm.engine.plan.workspace < peak <= 1.01 * llm.engine.plan.workspace + 2**15  # and small tensors
 
 
 @pytest.mark.parametrize("settings", [{}, {"speculative": "lookup"}, {"sessions": 2, "decode_steps": 2}])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapstream import RequestError, SamplingParams
-from snapstream.attention import CpuAttention
+from snapstream.engine.prefill.prefill import Prefill
 from snapstream.kernels import cpu as kernels
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -35,17 +35,26 @@ def wide(request, tmp_path_factory):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Every attention of a prompt is compared with one that packs all values anew; counts them."""
-    calls, attend = [], CpuAttention.prefill
+    """After every chunk, what is packed is compared with what all values become when they are packed anew.
 
-    def prefill(self, query, keys, values, start, scale, *, window=0, packed=None, packed_until=None):
-        got = attend(self, query, keys, values, start, scale, packed=packed, packed_until=packed_until)
+    Says how many entries were packed before.
+    """
+    calls, advance = [], Prefill.advance
+
+    def checking(self, job):
+        lane, group, is_last = self.lanes[job.lane], job.group, job.layer == self.model.spec.own_caches - 1
+        end = min(job.before + job.done + self.chunk, job.length)
+        advance(self, job)
+        if is_last:  # of its chunks, only the last token attends
+            return
+        calls.append(int(lane.packed_until))
+        values, packed = lane.caches[group].values[0], lane.packed[group]
         assert packed.numel()
-        assert torch.equal(got, attend(self, query, keys, values, start, scale))
-        calls.append(int(packed_until))
-        return got
+        for head, blocks in enumerate(packed):
+            rows = blocks.transpose(1, 2).flatten(0, 1)
+            assert torch.equal(rows[:end], values[head, :end, : rows.shape[1]])
 
-    monkeypatch.setattr(CpuAttention, "prefill", prefill)
+    monkeypatch.setattr(Prefill, "advance", checking)
     return calls
 
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_multiplied_is_refused(checkpoint, monkeypatch):
 
 
 def test_long_prompts_with_widened_weights(checkpoint, weights, tmp_path, monkeypatch):
-    """As with the numbers of the blocks, without rounding; on this processor or not, it would be done with tiles."""
+    """As with the numbers of the blocks, without rounding; it is done on a GPU, and here as it would be there."""
     monkeypatch.setattr(prefill, "least_tokens", lambda device: 100)
     llm = make(checkpoint, None, weights=weights)
     want = make(widened(checkpoint, weights, tmp_path / "wide"), None)

@@ -1,5 +1,7 @@
 """Products of a prompt's rows: against float64, and the same, to the bit, in any company."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -149,20 +151,20 @@ def test_experts(dtype, gated):
     for instructions in ways():
         got = run(operation, x, many=True, ends=ends, instructions=instructions)
         torch.testing.assert_close(got.double(), want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=0.01)
-        some = multiply_experts(x[3:50], DenseWeight(weight[3:4].contiguous()), torch.tensor([47]), many=True)
-        if not gated and instructions == ways()[-1]:
-            assert torch.equal(some, (run(_without_bias(operation), x, many=True, ends=ends))[3:50])
-
-
-def _without_bias(operation):
-    return ops.ExpertProduct(operation.source, operation.target, operation.ends, operation.weight, gated=False)
+        if not gated:  # in any company
+            plain = replace(operation, bias=None)
+            together = run(plain, x, many=True, ends=ends, instructions=instructions)
+            one, their = DenseWeight(weight[3:4].contiguous()), torch.tensor([47])
+            alone = multiply_experts(x[3:50], one, their, many=True, instructions=instructions)
+            assert torch.equal(alone, together[3:50])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [2, 33, 530])
 def test_heads_have_matrices_of_their_own(transposed, dtype, rows):
-    r, heads, size, out = Random(rows), 3, 64, 96
+    r, heads, out = Random(rows), 3, 96
+    size = 48 if transposed else 64
     x = r.numbers(rows, heads, size, dtype=dtype)
     weight = r.numbers(heads, *((size, out) if transposed else (out, size)), dtype=dtype)
     source, target = BufferView("x", size, heads, offset=32), BufferView("y", out, heads)
@@ -174,6 +176,27 @@ def test_heads_have_matrices_of_their_own(transposed, dtype, rows):
         CpuProgram([operation], work, instructions=instructions).run()
         got = target.of(work.buffers).double()
         torch.testing.assert_close(got, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=0.05)
+
+
+def test_a_single_row_of_a_program_for_many():
+    """As the last chunk of a prompt may have it: with the bits that it has among others."""
+    r = Random(0)
+    source, target = BufferView("x", 96), BufferView("y", 40)
+    weight = DenseWeight(r.numbers(40, 96, dtype=torch.bfloat16))
+    work = of_prompt([source, target], 50, torch.bfloat16)
+    work.buffers["x"].copy_(r.numbers(50, 96))
+    program = CpuProgram([ops.Product(source, target, weight)], work)
+    program.run()
+    want = work.buffers["y"].clone()
+    for row in (0, 17, 49):
+        work.buffers["y"].zero_()
+        slots = replace(work.slots, token=work.slots.token[:, row : row + 1])
+        rows = {name: buffer[row : row + 1] for name, buffer in work.buffers.items()}
+        program.rebind(replace(work, slots=slots, buffers=rows))
+        program.run()
+        assert torch.equal(work.buffers["y"][row], want[row])
+        assert not work.buffers["y"][:row].any()
+        assert not work.buffers["y"][row + 1 :].any()
 
 
 @pytest.mark.parametrize("columns", [64, 1024, 2048])

@@ -25,9 +25,6 @@ class AttentionBackend(ABC):
     narrow_values: bool = False
     """Whether values may be shorter than keys; else values of latents are passed in full, and results are truncated."""
 
-    takes_rows_alone: bool = False
-    """Whether the result of a token in prefill is the same, to the bit, whichever others are in its chunk."""
-
     in_loop: bool = False
     """Whether it is the attention of the native loop of :mod:`snapstream.kernels.cpu`."""
 
@@ -55,7 +52,7 @@ class AttentionBackend(ABC):
     def program(self, operations: Sequence[Operation], work: StepBuffers) -> Program:
         """What runs decode steps, of one or several tokens per slot, with this attention.
 
-        By default, torch and the kernels for rows run all operations but attention, for which they call :meth:`decode`.
+        By default, the native loop and torch run all operations but attention, for which they call :meth:`decode`.
 
         Args:
             operations: The operations of a step.

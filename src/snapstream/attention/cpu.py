@@ -21,7 +21,6 @@ class CpuAttention(AttentionBackend):
 
     reads_all_keys_in_prefill = False
     narrow_values = True
-    takes_rows_alone = True
     in_loop = True
 
     @staticmethod

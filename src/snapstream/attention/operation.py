@@ -46,9 +46,10 @@ class AttendWith(Attend):
         slots, cache = m.slots, m.caches[self.layer]
         (query, target), (B, T) = self.views(m), slots.token.shape
         if isinstance(m, PromptChunk):
-            values = cache.values[0][..., : self.target.size if self.backend.narrow_values else None]
             group, until = m.group_of(self.layer), m.packed_until
-            given = (query[0], cache.keys[0], values, slots.count[group, 0], self.scale)
+            end = m.ends[group] if m.ends and self.backend.reads_all_keys_in_prefill else None
+            values = cache.values[0, :, :end, : self.target.size if self.backend.narrow_values else None]
+            given = (query[0], cache.keys[0, :, :end], values, slots.count[group, 0], self.scale)
             packed = m.packed[group] if m.packed else None
             out = self.backend.prefill(*given, window=self.window, packed=packed, packed_until=until, **self._special)
             target[0] = out[..., : self.target.size]

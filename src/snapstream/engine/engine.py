@@ -91,7 +91,7 @@ class Engine(EngineCore):
         self._admission = Admission(self.tokenizer, spec, self.budget, config, max_model_len=self.max_model_len)
         self.sampling_defaults = load_sampling_defaults(str(checkpoint))
         if self.device.type == "cpu":
-            cpu_kernels.available()  # builds them now: the model's matrix products check for them
+            cpu_kernels.available()  # builds them now: programs check for them
         loaded = load_model(checkpoint, spec, self.types.weights, self.device)
         drafter = make_drafter(setup, self.tokenizer)
         self._prefixes = _prefix_store(setup, checkpoint, self.plan.prefixes)

@@ -221,10 +221,12 @@ class PromptChunk(StepBuffers):
     Attributes:
         packed: Of each group of layers, the attention backend's copy of values, if it keeps one.
         packed_until: Entries that earlier chunks have packed, int64 scalar.
+        ends: Of each group of layers, the end of the entries in use, those of the chunk included; empty: of its cache.
     """
 
     packed: Sequence[Tensor] = ()
     packed_until: Tensor | None = None
+    ends: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

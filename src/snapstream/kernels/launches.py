@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from snapstream.kernels import cpu
+from snapstream.kernels import cpu, triton
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import StepBuffers
 from snapstream.kernels.operations import Operation
@@ -21,6 +22,11 @@ _LOOP = (
 """All but those that take tokens."""
 _EXPERTS = ops.Sort, ops.ExpertProduct, ops.Combine
 """Rows that are sorted by expert are put back by the same launch."""
+
+
+def has_loop(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether programs on a device run operations in the native loop; Triton's interpreter comes first."""
+    return device.type == "cpu" and cpu.available() and not triton.takes(torch.empty(0, dtype=dtype, device="cpu"))
 
 
 def loop_operations(operations: Sequence[Operation], work: StepBuffers) -> list[tuple[bool, Operation]]:
@@ -51,12 +57,9 @@ def kind_of(o: Operation) -> tuple[object, ...]:
     return (type(o), *(of(value) for name, value in vars(o).items() if name != "layer"))
 
 
-def loop_bytes(operations: Sequence[Operation], work: StepBuffers) -> int:
-    """Bytes of temporaries of the native loop, which it keeps, for those of some operations that it runs."""
+def reserve(operations: Sequence[Operation], work: StepBuffers, scratch: cpu.Scratch) -> None:
+    """Have room for the temporaries of the native loop, for those of some operations that it runs."""
     different = list({kind_of(each): each for each in operations}.values())
     some = [each for fits, each in loop_operations(different, work) if fits]
-    if not some:
-        return 0
-    scratch = cpu.Scratch()
-    cpu.CpuProgram(some, work, scratch=scratch)
-    return scratch.nbytes
+    if some:
+        cpu.CpuProgram(some, work, scratch=scratch)

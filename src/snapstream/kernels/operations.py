@@ -4,7 +4,7 @@ The same list serves decode steps, which have a row per token of each slot, and 
 token. Four programs run it:
 
 - :mod:`snapstream.kernels.cpu.program`: a native loop, for all layers and several tokens in one launch (kernel looping,
-  arXiv 2410.23668). For decode steps on a CPU, and within the next one for chunks of prompts.
+  arXiv 2410.23668). For decode steps on a CPU and, within ``StockProgram``, for chunks of prompts.
 - :mod:`snapstream.kernels.triton.program`: on CUDA.
 - :mod:`snapstream.kernels.stock`: the native loop for what it supports, and torch for the rest. For prompts on a CPU,
   and for everything that the other two do not support.

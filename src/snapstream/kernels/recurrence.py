@@ -100,6 +100,10 @@ class Recur(Operation):
         if self.settles or T == 1 or isinstance(m, PromptChunk):
             cache.matrices.copy_(torch.where(slots.active[:, None, None, None], state, cache.matrices))
 
+    @override
+    def in_loop(self, m: StepBuffers) -> Operation | None:
+        return self if isinstance(m, PromptChunk) else None
+
     def record(self, m: StepBuffers) -> None:
         """Record the inputs of a step or of a chunk; of a long chunk, the last ones, as no more are needed."""
         slots, cache = m.slots, m.caches[self.layer]

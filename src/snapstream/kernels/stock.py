@@ -71,7 +71,7 @@ class StockProgram:
             work: The buffers, slots and caches that it works on.
             scratch: Memory for temporaries of the native loop; ``None`` for some of its own.
         """
-        self.operations, self.work = operations, work
+        self.operations, self.work, self._planned_for = operations, work, work
         self._scratch = cpu.Scratch() if scratch is None else scratch
         self._parts = {(0, None): self._planned(operations)}
 
@@ -80,6 +80,7 @@ class StockProgram:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
         if (first, last) not in self._parts:
             self._parts[first, last] = self._planned(self.operations[first:last])
+            self.rebind(self.work)
         for self.work.step in range(steps):
             for part in self._parts[first, last]:
                 if isinstance(part, cpu.CpuProgram):
@@ -98,15 +99,15 @@ class StockProgram:
     def _planned(self, operations: Sequence[Operation]) -> list[cpu.CpuProgram | Operation]:
         """Launches of the native loop, and the other operations in between."""
         parts: list[cpu.CpuProgram | Operation] = []
-        if not (cpu.loaded and self.work.slots.token.is_cpu):
+        if not (cpu.loaded and self._planned_for.slots.token.is_cpu):
             return [*operations]
-        for in_loop, some in itertools.groupby(loop_operations(operations, self.work), lambda each: each[0]):
+        for in_loop, some in itertools.groupby(loop_operations(operations, self._planned_for), lambda each: each[0]):
             of_loop = [each for _, each in some]
             while in_loop and of_loop:
                 # What a recurrence was given is recorded between launches.
                 ends = [at for at, each in enumerate(of_loop, 1) if isinstance(each, Recur)]
                 end = ends[0] if ends else len(of_loop)
-                parts.append(cpu.CpuProgram(of_loop[:end], self.work, scratch=self._scratch))
+                parts.append(cpu.CpuProgram(of_loop[:end], self._planned_for, scratch=self._scratch))
                 of_loop = of_loop[end:]
             parts += of_loop
         return parts

@@ -11,16 +11,18 @@ from collections.abc import Iterable
 
 import torch
 
-from snapstream.kernels import cpu
+from snapstream.kernels import cpu, triton
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import PromptChunk, StepBuffers
 from snapstream.kernels.counting import peak_of
-from snapstream.kernels.launches import kind_of, loop_operations
+from snapstream.kernels.launches import has_loop, kind_of, loop_operations
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.products import keeps_blocks
 from snapstream.kernels.recurrence import Recur
-from snapstream.kernels.triton import split_bytes
 from snapstream.kernels.weight import BlockWeight
+
+TASK_BYTES = 320 * 1024
+"""At most, of a task of a prompt's attention on a CPU: its queries, outputs and scores (``prefill_attention.cpp``)."""
 
 
 def most_workspace(operations: Iterable[Operation], m: StepBuffers, device: torch.device) -> int:
@@ -32,7 +34,7 @@ def most_workspace(operations: Iterable[Operation], m: StepBuffers, device: torc
         device: Where they will run.
     """
     different = list({kind_of(each): each for each in operations}.values())
-    if device.type == "cpu" and cpu.available():
+    if has_loop(device, m.dtype):
         different = [each for fits, each in loop_operations(different, m) if not fits or isinstance(each, ops.Attend)]
     return max((workspace(each, m, device) for each in different), default=0)
 
@@ -65,7 +67,8 @@ def _(o: ops.Embed, m: StepBuffers, device: torch.device) -> int:
 def _(o: ops.Attend, m: StepBuffers, device: torch.device) -> int:
     if not isinstance(m, PromptChunk):
         return 0  # programs with kernels for it keep what they need
-    return 2 * m.slots.tokens * o.query.heads * o.query.size * 4  # at most: a copy of queries, and sums
+    numbers = cpu.BLOCK * (o.query.size + o.target.size)  # of a block of keys and values
+    return torch.get_num_threads() * (TASK_BYTES + numbers * 4)
 
 
 @workspace.register
@@ -106,11 +109,11 @@ def _(o: ops.ExpertProduct, m: StepBuffers, device: torch.device) -> int:
 def _of_product(o: ops.Product | ops.GatedProduct, m: StepBuffers, device: torch.device) -> int | None:
     """What a product needs besides its result; ``None`` where the weight is not multiplied as it is stored."""
     weight = o.weight
-    if device.type != "cuda" or (not weight.has_blocks and weight.dtype != m.dtype):
+    if device.type != "cuda" or not keeps_blocks(device, m.dtype):
         return None
-    if weight.has_blocks and not keeps_blocks(device, m.dtype):
+    if not weight.has_blocks and weight.dtype != m.dtype:
         return None
-    return len(m.buffers[o.source.buffer]) * split_bytes(weight, device) if weight.has_blocks else 0
+    return len(m.buffers[o.source.buffer]) * triton.split_bytes(weight, device) if weight.has_blocks else 0
 
 
 def _made(o: ops.Product | ops.GatedProduct, m: StepBuffers) -> int:

@@ -10,7 +10,7 @@ from snapstream.kernels import triton as kernels
 from snapstream.kernels.buffers import BufferView, Slots, StepBuffers, allocate_buffers
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.operations import PlainProgram
-from snapstream.kernels.products import scratch_bytes
+from snapstream.kernels.triton import split_bytes
 from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
 from tests.blocks import random_rows
 from tests.kernels.triton.devices import DEVICE, DTYPES, random
@@ -171,4 +171,4 @@ def test_what_is_planned_for_parts_of_columns(monkeypatch):
     out = torch.zeros(3, 100, device=DEVICE)
     monkeypatch.setattr(torch, "empty", watched)
     blocks.multiply(x, weight, out)
-    assert sum(each.nbytes for each in made) == 3 * scratch_bytes(weight, torch.device("cuda"))
+    assert sum(each.nbytes for each in made) == 3 * split_bytes(weight, torch.device("cuda"))

@@ -20,7 +20,6 @@ from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.verification import Run
 from snapstream.kernels.buffers import BufferView, Slots, StepBuffers
 from snapstream.kernels.operations import Product
-from snapstream.kernels.stock import program_for_rows
 from snapstream.kernels.taking import Commit
 from snapstream.models import DecoderModel
 
@@ -57,7 +56,7 @@ class Mtp:
         # The latest draft tokens, and the hidden state that each one was predicted from.
         self._guesses = torch.zeros(slots, guesses, dtype=torch.int64, device=device)
         self._states = torch.zeros(slots, guesses, model.spec.hidden_size, dtype=programs.dtype, device=device)
-        # Of one of these states of each slot, logits.
+        # Logits of one such state per slot, and what computes them.
         spec, dtype = model.spec, programs.dtype
         state, logits = BufferView("state", spec.hidden_size), BufferView("logits", spec.vocab_size)
         self._head = {
@@ -65,7 +64,7 @@ class Mtp:
         }
         every = Slots.that_see(torch.ones(slots, dtype=torch.int64, device=device), 1)
         work = StepBuffers(self._head, every, [], [], dtype)
-        self._say = program_for_rows([Product(state, logits, model.head.weight.value)], work)
+        self._say = programs.run_of([Product(state, logits, model.head.weight.value)], work)
         self._looks = [
             StaticGraph(functools.partial(self._look, known), device, captured=captured) for known in range(guesses)
         ]
@@ -110,7 +109,7 @@ class Mtp:
             step.read()
             self._states[:, known] = step.made[:, known - 1]
         self._head["state"].copy_(self._states[:, known])
-        self._say.run()
+        self._say()
         self._guesses[:, known] = self._head["logits"].argmax(-1)
 
 

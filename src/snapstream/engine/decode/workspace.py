@@ -6,8 +6,8 @@ import torch
 
 from snapstream.engine.decode.decode import Decode
 from snapstream.kernels.counting import peak_of
-from snapstream.kernels.cpu import CpuProgram, available
-from snapstream.kernels.launches import loop_bytes
+from snapstream.kernels.cpu import CpuProgram, Scratch
+from snapstream.kernels.launches import has_loop, reserve
 from snapstream.kernels.sampling import sample
 from snapstream.kernels.workspace import most_workspace
 
@@ -24,6 +24,15 @@ def decode_workspace(decode: Decode, device: torch.device) -> int:
     steps = [decode.program, *(each.program for each in decode.verifications.values())]
     others = [each for each in steps if not isinstance(each, CpuProgram)]  # it keeps what it needs
     running = (most_workspace(each.operations, each.work, device) for each in others)
-    in_loop = device.type == "cpu" and available()
-    kept = sum(loop_bytes(each.operations, each.work) for each in others) if in_loop else 0
-    return kept + max(drawing, *running, 0)
+    return max(drawing, *running, 0)
+
+
+def kept_by_steps(decode: Decode, device: torch.device) -> int:
+    """Bytes that programs of steps keep for the native loop, where they run some operations in it; as above."""
+    kept = 0
+    for each in (decode.program, *(one.program for one in decode.verifications.values())):
+        if has_loop(device, each.work.dtype) and not isinstance(each, CpuProgram):
+            scratch = Scratch()
+            reserve(each.operations, each.work, scratch)
+            kept += scratch.nbytes
+    return kept

@@ -13,7 +13,7 @@ import torch
 from snapstream.cache import QuantizedType, type_name
 from snapstream.config import MIN_CAPACITY, CacheBudget
 from snapstream.config.policy import ALL
-from snapstream.engine.decode.workspace import decode_workspace
+from snapstream.engine.decode.workspace import decode_workspace, kept_by_steps
 from snapstream.engine.memory.plan import EnginePlan, MemoryPlan
 from snapstream.engine.prefill.staging import lanes, staging_length
 from snapstream.engine.prefill.workspace import prefill_workspace
@@ -125,6 +125,7 @@ def _plan(setup: Setup, models: Sequence[DecoderModel], *, is_drafter: bool = Fa
     saved = sizes.saved([group.window or entries for group in spec.groups])
     # Captured graphs keep the temporaries of steps separately from those of prefill.
     workspace = reading + deciding if setup.captured else max(reading, deciding)
+    workspace += kept_by_steps(decode, device)
     workspace += saved if config.goes_on else 0  # a sequence on its way from its slot to a store
     return MemoryPlan(
         weights=sum(parameter.nbytes for parameter in model.parameters()),

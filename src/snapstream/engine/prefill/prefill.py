@@ -41,7 +41,7 @@ from snapstream.engine.requests.output import TokenLogprobs
 from snapstream.engine.settings import Setup, Types
 from snapstream.kernels import cpu
 from snapstream.kernels.buffers import BufferView, PromptChunk, Slots, allocate_buffers
-from snapstream.kernels.launches import loop_operations
+from snapstream.kernels.launches import has_loop, loop_operations, reserve
 from snapstream.kernels.operations import Attend, Operation
 from snapstream.kernels.recurrence import Recur
 from snapstream.kernels.stock import StockProgram, program_for_rows
@@ -152,12 +152,17 @@ class Prefill:
         self._reported = frozenset(reported_layers(spec.groups))
         tokens = torch.zeros(1, chunk, dtype=torch.int64, device=device)
         self._slots = Slots.of_prompt(tokens, max(lanes), len(spec.groups))
-        # The native loop takes rows one by one. Products of libraries may not.
-        on_cpu = (planned_for or device).type == "cpu" and cpu.available()
-        whole = self.chunk_at([0] * len(spec.groups), min(chunk, lanes[0]))
-        self.takes_rows_alone = on_cpu and all(fits for fits, _ in loop_operations(every, whole))
         self._scratch = cpu.Scratch()
         self._programs: dict[tuple[str, int, int], StockProgram] = {}
+        # Weights that are widened are in memory that layers share.
+        self._keeps_programs = has_loop(planned_for or device, dtype) and self._widened is None
+        self.takes_rows_alone = False
+        if self._keeps_programs:
+            whole = self.chunk_at([0] * len(spec.groups), min(chunk, lanes[0]))
+            whole.buffers["logits"] = torch.empty(1, spec.vocab_size, device=device).expand(len(whole.buffers["x"]), -1)
+            reserve(every, whole, self._scratch)
+            # The native loop takes rows one by one. Products of libraries may not.
+            self.takes_rows_alone = all(fits for fits, _ in loop_operations(every, whole))
 
     @classmethod
     def of(cls, setup: Setup, model: DecoderModel, lanes: Sequence[int]) -> Prefill:
@@ -176,7 +181,8 @@ class Prefill:
     def staging_bytes(self) -> int:
         """Bytes of what prompts occupy while they are prefilled."""
         widened = 0 if self._widened is None else self._widened.nbytes
-        return sum(lane.nbytes for lane in self.lanes) + widened + self._last_input.nbytes
+        others = widened + self._last_input.nbytes + self._scratch.nbytes
+        return sum(lane.nbytes for lane in self.lanes) + others
 
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
@@ -233,7 +239,7 @@ class Prefill:
 
     def _run(self, part: str, operations: Sequence[Operation], chunk: PromptChunk, job: PrefillJob) -> None:
         """Run a part of the current layer, or what follows the last one, on a chunk."""
-        if self.device.type != "cpu":
+        if not self._keeps_programs:
             program_for_rows(operations, chunk).run()
             return
         key = part, job.layer, job.lane
@@ -323,10 +329,7 @@ class Prefill:
             for name, buffer in self._buffers.items()
         }
         slots = replace(self._slots, token=self._slots.token[:, row : row + rows])
-        only = self.backend.reads_all_keys_in_prefill
-        caches = [
-            cache.row(0, entry + rows if only else None) for cache, entry in zip(memory.caches, first, strict=True)
-        ]
+        caches = [cache.row(0) for cache in memory.caches]
         return PromptChunk(
             buffers | {"x": x},
             slots,
@@ -336,6 +339,7 @@ class Prefill:
             range(len(caches)),
             packed=memory.packed,
             packed_until=memory.packed_until,
+            ends=[entry + rows for entry in first],
         )
 
     def _last_logits(self, job: PrefillJob, layer: Layer, row: int) -> Tensor:
@@ -361,6 +365,7 @@ class Prefill:
         logits = torch.empty(len(x), self.model.spec.vocab_size, dtype=torch.float32, device=self.device)
         chunk.buffers["logits"] = logits
         self._run(part, self.leaving, chunk, job)
+        del chunk.buffers["logits"]  # a program that is kept refers to the chunk
         return logits
 
     def _score(self, job: PrefillJob, x: Tensor, start: int) -> None:
@@ -377,6 +382,7 @@ class Prefill:
                 TokenLogprobs(token, value, dict(zip(ids[row], top[row], strict=True)))
                 for row, (token, value) in enumerate(zip(some, chosen, strict=True))
             ]
+            del logprobs  # before the next ones are made
 
     def _capture(self, job: PrefillJob, keeps: Keeping) -> None:
         """Copy what is complete of the layer, for the prefix cache; a failure does not affect the request."""

@@ -15,9 +15,7 @@ from snapstream.compression.scoring import KEY_CHUNK, plain_window_attention
 from snapstream.config import CacheBudget
 from snapstream.engine.prefill.job import PrefillJob
 from snapstream.engine.prefill.prefill import SCORED_ROWS, Prefill
-from snapstream.kernels import cpu
 from snapstream.kernels.counting import peak_of
-from snapstream.kernels.launches import loop_bytes
 from snapstream.kernels.operations import Operation
 from snapstream.kernels.products import keeps_blocks
 from snapstream.kernels.widened import with_numbers
@@ -36,17 +34,7 @@ def prefill_workspace(prefill: Prefill, budgets: Iterable[CacheBudget], cache: E
         device: Where it will run.
     """
     compressing = max((_choice(prefill, each, cache, device) for each in budgets), default=0)
-    return _kept(prefill, device) + max(_chunk(prefill, device), _scores(prefill, device), compressing)
-
-
-def _kept(prefill: Prefill, device: torch.device) -> int:
-    """Of the native loop, which keeps what it needs for a chunk."""
-    if device.type != "cpu" or not cpu.available():
-        return 0
-    rows = min(prefill.chunk, prefill.lanes[0].entries)
-    chunk = prefill.chunk_at([0] * len(prefill.lanes[0].caches), rows)
-    chunk.buffers["logits"] = torch.empty(rows, prefill.model.spec.vocab_size, dtype=torch.float32, device="meta")
-    return loop_bytes([*_operations(prefill), *prefill.leaving], chunk)
+    return max(_chunk(prefill, device), _scores(prefill, device), compressing)
 
 
 def _operations(prefill: Prefill) -> list[Operation]:

@@ -90,8 +90,6 @@ void multiply_blocks(int64_t type, const char* x, int64_t step, int64_t M, const
   });
 }
 
-int64_t unpacked_bytes(int64_t columns) { return columns / PART * (QUADS + 2) * sizeof(vec); }
-
 void unpack_blocks(int64_t type, const uint8_t* tiles, int64_t begin, int64_t end, char* to) {
   with_format(type, [&](auto* format) {
     using F = std::remove_pointer_t<decltype(format)>;

@@ -50,7 +50,6 @@ void multiply_blocks(int64_t type, const char* x, int64_t step, int64_t M, const
 
 // The same in two steps, for many rows: first brings columns begin .. end of the tiles, multiples of their blocks, into the
 // form in which they are multiplied, then adds their products to sums[m * LANES + lane].
-int64_t unpacked_bytes(int64_t columns);
 void unpack_blocks(int64_t type, const uint8_t* tiles, int64_t begin, int64_t end, char* to);
 void multiply_unpacked(int64_t type, const char* x, int64_t step, int64_t M, const char* weights, int64_t begin, int64_t end,
                        float* sums);

@@ -45,8 +45,7 @@ _STRUCTURES = {
     # in the pending tensors, [slots, kv_heads, tokens, size]. `group` is the layer's group. Of a state, `keys` are the
     # matrices, float32 [slots, kv_heads, key, value], and `values` the latest inputs, [slots, entries, size]. A key and
     # a value have `key_row` and `value_row` bytes. Codes have frames, [slots, kv_heads, 2, size]; a `rotation` mixes
-    # so many channels. A prompt's values are packed for its attention: heads are `packed_head`
-    # numbers apart.
+    # so many channels. A prompt's values are packed for its attention: heads are `packed_head` numbers apart.
     "Cache": (
         "void* keys, values, pending_keys, pending_values, packed; const float* frames;"
         "int64_t type, value_type, group, kv_heads, entries, size, is_state, key_row, value_row, rotation, packed_head"

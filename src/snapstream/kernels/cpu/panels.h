@@ -1,5 +1,5 @@
 // Products of many rows: weights are brought into panels, 32 of them side by side, which are then multiplied by blocks of
-// 32 rows, in four ways. Matrices of numbers and the formats of blocks become the same panels. The result of a row
+// 32 rows, in three ways. Matrices of numbers and the formats of blocks become the same panels. The result of a row
 // depends only on that row, bit for bit: sums run in the same order whatever the other rows are.
 #pragma once
 #include <algorithm>
@@ -132,36 +132,38 @@ inline void prefetch_weights(const Weight& weight, int64_t matrix, int64_t n, in
   }
 }
 
-// What pack_weights() does, for a matrix [columns, rows].
+// What pack_weights() does, for a matrix [columns, rows]. From column `size` on, there is none: zeros.
 template <typename Form>
 inline void pack_transposed(const Weight& weight, int64_t matrix, int64_t n, int64_t count, int64_t begin, int64_t end,
-                            typename Form::Operand* to) {
+                            int64_t size, typename Form::Operand* to) {
   constexpr int64_t PER = Form::PER_OPERAND;
   with_numbers<Form>(weight.type, [&](auto number) {
     using N = decltype(number);
     for (int64_t k = begin; k < end; k += PER) {
-      vec columns[2];
-      for (int64_t i = 0; i < PER; ++i) columns[i] = some(row_of<N>(weight, matrix, k + i) + n, count);
+      vec columns[2] = {};
+      for (int64_t i = 0; i < std::min(PER, size - k); ++i) columns[i] = some(row_of<N>(weight, matrix, k + i) + n, count);
       store_u32(to + (k - begin) / PER * PANEL, Form::join(columns));
     }
   });
 }
 
-// Whether `count` rows, `step` numbers apart, are multiplied where they are. A block that is not full must be copied, and
-// so must rows that would compete for the same lines of the cache.
+// Whether `count` rows of `size` numbers, `step` apart, are multiplied where they are. A block that is not full must be
+// copied, and so must rows of odd sizes, or that would compete for the same lines of the cache.
 template <typename Form, typename T>
-inline bool stays(int64_t count, int64_t step) {
-  return std::is_same_v<typename Form::Number, T> && count == HEIGHT && step * sizeof(T) % (32 * LINE) != 0;
+inline bool stays(int64_t count, int64_t size, int64_t step) {
+  const bool whole = count == HEIGHT && size % PAIR == 0 && step % Form::PER_OPERAND == 0;
+  return std::is_same_v<typename Form::Number, T> && whole && step * sizeof(T) % (32 * LINE) != 0;
 }
 
-// Copies up to HEIGHT rows of `size` numbers, to [HEIGHT][size + spare]; the rest is zero.
-constexpr int64_t SPARE = PAIR;  // so that the copies do not compete, either
+// Copies up to HEIGHT rows of `size` numbers, to [HEIGHT][size + SPARE]; the rest is zero.
+constexpr int64_t SPARE = PAIR;  // for the rest of an odd size, and so that the copies do not compete, either
 
 template <typename Form, typename T, typename RowAt>
 inline void copy_rows(int64_t count, int64_t size, typename Form::Number* to, const RowAt& row_at) {
   for (int64_t row = 0; row < HEIGHT; ++row, to += size + SPARE) {
-    if (row < count) convert(row_at(row), size, to);
-    else std::fill_n(to, size, typename Form::Number());
+    const int64_t given = row < count ? size : 0;
+    if (given) convert(row_at(row), size, to);
+    std::fill_n(to + given, size + SPARE - given, typename Form::Number());
   }
 }
 

@@ -72,6 +72,7 @@ class Scratch:
     def reserve(self, size: int, device: torch.device) -> None:
         """Have room for so many bytes; what was in the memory is lost if there was less."""
         if size > len(self._memory) or self._memory.device != device:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # never both
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
 
     @property
@@ -316,6 +317,7 @@ def structure_of_weight(weight: Weight, name: str) -> list[ctypes.Structure]:
 def _cache(cache: LayerCache, group: int) -> ctypes.Structure:
     heads, (_, _, entries, size) = cache.heads, cache.values.shape
     is_state = isinstance(cache, StateCache)
+    require(cache.keys.is_contiguous() and cache.values.is_contiguous(), "a cache is not contiguous")
     types = (
         [each.name for each in cache.formats] if isinstance(cache, QuantizedCache) else [type_name(cache.entry_type)]
     )

@@ -30,13 +30,12 @@ class Launch : public Work {
   void prepare(int64_t first, int64_t last, int64_t steps) {
     this->first = first, this->last = last, this->steps = steps;
     attention.prepare(), experts.prepare(), prompt.prepare();
-    chunks.clear(), chunks.resize(s.p.count);
     next = first;
     s.begin();
-    if (!s.p.certain) return;
-    for (int64_t i = first; i < last; ++i)
-      if (s.p.operations[i].kind == Kind::Attend) chunks[i] = attention_of(s.p.operations[i].attend);
   }
+
+  // Whether memory was lacking, so that operations were left out.
+  bool failed = false;
 
   int64_t next_phase() override {
     if (now != nullptr)
@@ -70,7 +69,7 @@ class Launch : public Work {
   int64_t units(const GatedProduct& o) { return s.p.many ? large(prompt.plan(o)) : units_of(o.target.size); }
   int64_t units(const HeadProduct& o) { return s.p.many ? large(prompt.plan(o)) : o.source.heads; }
   int64_t units(const ExpertProduct& o) { return s.p.many ? large(prompt.plan(o)) : experts.plan(o); }
-  int64_t units(const Attend& o) { return s.p.certain ? large(chunk()->next_phase()) : attention.plan(o); }
+  int64_t units(const Attend& o) { return s.p.certain ? large(begin_chunk(o)) : attention.plan(o); }
   int64_t units(const Sort& o) { return experts.plan(o); }
   int64_t units(const Recur& o) { return recurrence.units(o); }
   int64_t units(const Draw&) { return s.slot_count(); }
@@ -87,7 +86,7 @@ class Launch : public Work {
   }
 
   // Units of a further phase of the operation; 0 if there is none.
-  int64_t more_units(const Attend&) { return s.p.certain ? chunk()->next_phase() : 0; }
+  int64_t more_units(const Attend&) { return s.p.certain ? chunk->next_phase() : 0; }
   template <typename O>
   int64_t more_units(const O& o) {
     if constexpr (requires { prompt.plan(o); })
@@ -101,7 +100,7 @@ class Launch : public Work {
   void work(const HeadProduct& o, int64_t begin, int64_t end, int64_t thread) { multiply(products, o, begin, end, thread); }
   void work(const ExpertProduct& o, int64_t begin, int64_t end, int64_t thread) { multiply(experts, o, begin, end, thread); }
   void work(const Attend& o, int64_t begin, int64_t end, int64_t thread) {
-    s.p.certain ? chunk()->run(begin, end, thread) : attention.run(o, begin, end, thread);
+    s.p.certain ? chunk->run(begin, end, thread) : attention.run(o, begin, end, thread);
   }
   void work(const Sort& o, int64_t begin, int64_t end, int64_t) { experts.run(o, begin, end); }
   void work(const Choose& o, int64_t begin, int64_t end, int64_t thread) {
@@ -131,8 +130,17 @@ class Launch : public Work {
     s.p.many ? prompt.run(o, begin, end, thread) : few.run(o, begin, end, thread);
   }
 
-  // The attention of a prompt's chunk, in the operation that runs.
-  Work* chunk() const { return chunks[now - s.p.operations].get(); }
+  // Units of a chunk's attention. Without memory for it, the launch ends.
+  int64_t begin_chunk(const Attend& o) {
+    chunk.reset();
+    try {
+      chunk = attention_of(o);
+      return chunk->next_phase();
+    } catch (const std::bad_alloc&) {
+      failed = true, next = last, s.number = steps;
+      return 0;
+    }
+  }
 
   std::unique_ptr<Work> attention_of(const Attend& o) const {
     const Cache& cache = s.p.caches[o.layer];
@@ -164,7 +172,7 @@ class Launch : public Work {
   RecurrenceOperations<T> recurrence;
   Drawing drawing;
   PromptProducts<T> prompt;
-  std::vector<std::unique_ptr<Work>> chunks;  // of operations that are attention of a prompt's chunk
+  std::unique_ptr<Work> chunk;  // attention of a prompt's chunk, while it runs
   const int64_t threads;
   int64_t first = 0, last = 0, steps = 0, next = 0;
   const Operation* now = nullptr;
@@ -198,7 +206,7 @@ EXPORT int64_t snapstream_run(const Program* program, char* memory, int64_t firs
       Launch<decltype(number)> launch(*program, threads, scratch);
       launch.prepare(first, last, steps);
       run_team(launch, threads);
-      return int64_t{true};
+      return int64_t{!launch.failed};
     });
   } catch (const std::bad_alloc&) {
     return false;

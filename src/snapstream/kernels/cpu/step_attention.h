@@ -13,6 +13,7 @@ template <typename T>
 class AttentionOperations {
  public:
   AttentionOperations(Step& step, int64_t threads, Scratch& scratch) : s(step) {
+    if (s.p.certain) return;  // see prefill_attention.h
     int64_t states = 0;
     const auto needs = [&](const auto& o) {
       if constexpr (std::is_same_v<std::decay_t<decltype(o)>, Attend>) {

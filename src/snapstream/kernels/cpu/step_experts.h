@@ -150,7 +150,7 @@ class ExpertOperations {
   ProductOperations<T>& products;
   int64_t chosen = 0, experts = 0, candidates = 0;
   float* rankings;  // per thread
-  int64_t* sorted_at;  // where each row's copies are; kept from launch to launch
+  int64_t* sorted_at;  // where each row's copies are, from Sort to Combine
   std::vector<int64_t> order, used, next;
 };
 

@@ -9,7 +9,7 @@
 
 namespace snapstream {
 
-// How rows are multiplied: as numbers, see panels.h, or rounded to 8 bits, see block_products.h.
+// How rows are multiplied: as numbers in one of three ways, see panels.h, or as bytes, see block_products.h.
 enum class Way { FLOATS, PAIRS, TILES, BYTES };
 
 // Products of activations of type T.
@@ -78,8 +78,9 @@ class PromptProducts {
       if constexpr (is_heads<O>) some.transposed = o.transposed;
       float* own = sums + thread * SUMS;
       const auto done = [&](int64_t row, int64_t count) { finish(o, some, group, own, row, count); };
-      const int64_t strip_after = (unit + 1) / groups.size() * width;
-      with_form([&](auto f) { multiply<decltype(f)>(o, some, group, strip_after, thread, own, done); });
+      const int64_t next = unit + 1, of_groups = groups.size();
+      const After after{next / of_groups * width, groups[next % of_groups].matrix};
+      with_form([&](auto f) { multiply<decltype(f)>(o, some, group, after, thread, own, done); });
     }
   }
 
@@ -110,6 +111,10 @@ class PromptProducts {
   // Up to MOST_ROWS rows in blocks one after another.
   struct Group {
     int64_t matrix, block, blocks, rows;
+  };
+  // The unit that comes next.
+  struct After {
+    int64_t strip, matrix;
   };
   // Which sixteen rows of a weight halves of panels have. Gates and what they let through alternate.
   struct Halves {
@@ -191,15 +196,16 @@ class PromptProducts {
     if constexpr (std::is_same_v<F, Bytes>) {
       for (int64_t row = 0; row < block.count; ++row)
         round_row(row_at(row), source.size, rounded_row(to, Rounded::bytes(source.size), row));
-    } else if (!stays<F, T>(block.count, source.row)) {
+    } else if (!stays<F, T>(block.count, source.size, source.row)) {
       copy_rows<F, T>(block.count, source.size, reinterpret_cast<typename F::Number*>(to), row_at);
     }
   }
 
   // Second phase: sums of the rows of a group by some halves of panels; done(row, count) is told which are complete.
   template <typename F, typename O, typename Done>
-  void multiply(const O& o, const Halves& some, const Group& group, int64_t strip_after, int64_t thread, float* own,
+  void multiply(const O& o, const Halves& some, const Group& group, const After& after, int64_t thread, float* own,
                 const Done& done) {
+    static_assert(PANEL_BYTES >= COLUMNS_AT_ONCE / PART * (QUADS + 2) * sizeof(vec), "room for what is unpacked");
     char* memory = panels + thread * PANEL_BYTES;
     const int64_t size = o.source.size, count = some.end - some.first;
     if constexpr (std::is_same_v<F, Bytes>) {
@@ -210,46 +216,47 @@ class PromptProducts {
       using Number = typename F::Number;
       [[maybe_unused]] const typename F::Session session{};
       auto* panel = reinterpret_cast<typename F::Operand*>(memory);
-      const int64_t calls = group.blocks * (count + 1) / 2;
+      const int64_t calls = group.blocks * ((count + 1) / 2);
       for (int64_t begin = 0; begin < size; begin += DEPTH) {
-        const int64_t depth = std::min(DEPTH, size - begin), end = begin + depth;
+        const int64_t depth = std::min(DEPTH, round_up(size - begin, PAIR)), end = begin + depth;
         for (int64_t i = 0; i < count; ++i) {
           int64_t n = some.row(some.first + i);
           const int64_t rows = some.size(some.first + i);
           auto* to = panel + i / 2 * PANEL_SIZE + i % 2 * LANES;
           if (some.transposed) {
-            pack_transposed<F>(some.weight, some.matrix, n, rows, begin, end, to);
+            pack_transposed<F>(some.weight, some.matrix, n, rows, begin, end, size, to);
           } else {
             const Weight& part = part_of(some.weight, n);
             pack_weights<F>(part, some.matrix, n, rows, begin, end, to);
           }
         }
         // Meanwhile, memory is asked for the weights that come next.
-        const int64_t first_after = end < size ? some.first : strip_after, begin_after = end < size ? end : 0;
+        const int64_t first_after = end < size ? some.first : after.strip, begin_after = end < size ? end : 0;
+        const int64_t matrix_after = end < size ? some.matrix : after.matrix;
         int64_t call = 0, asked = 0;
         for (int64_t b = 0; b < group.blocks; ++b) {
           const Block& block = blocks[group.block + b];
           const Number* from = reinterpret_cast<const Number*>(rows + (group.block + b) * step);
           int64_t distance = size + SPARE;
           if constexpr (std::is_same_v<Number, T>)
-            if (stays<F, T>(block.count, o.source.row)) from = at<T>(o.source, block.first, is_heads<O> ? block.matrix : 0), distance = o.source.row;
+            if (stays<F, T>(block.count, size, o.source.row)) from = at<T>(o.source, block.first, is_heads<O> ? block.matrix : 0), distance = o.source.row;
           for (int64_t i = 0; i < count; i += 2) {
             for (const int64_t until = ++call * count * LANES / calls; asked < until; ++asked)
-              prefetch(some, first_after + asked / LANES, asked % LANES, begin_after, size);
+              prefetch(some, matrix_after, first_after + asked / LANES, asked % LANES, begin_after, size);
             F::multiply(from + begin, distance, block.count, depth, panel + i / 2 * PANEL_SIZE, sums_at(own, i, b), begin > 0);
           }
-          if (end == size) done(b * HEIGHT, block.count);
+          if (end >= size) done(b * HEIGHT, block.count);
         }
       }
     }
   }
 
   // Asks for a row of half a panel, or a sixteenth of its blocks.
-  void prefetch(const Halves& some, int64_t half, int64_t sixteenth, int64_t begin, int64_t size) const {
+  void prefetch(const Halves& some, int64_t matrix, int64_t half, int64_t sixteenth, int64_t begin, int64_t size) const {
     if (some.transposed || half >= halves || sixteenth >= some.size(half)) return;
     int64_t n = some.row(half);
     const Weight& part = part_of(some.weight, n);
-    prefetch_weights(part, some.matrix, n, begin, std::min(begin + DEPTH, size), sixteenth);
+    prefetch_weights(part, matrix, n, begin, std::min(begin + DEPTH, size), sixteenth);
   }
 
   // Some columns of the rows stay in the second-level cache while all tiles pass, those of a tile in the first-level one.
