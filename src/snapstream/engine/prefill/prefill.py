@@ -160,7 +160,7 @@ class Prefill:
         if self._keeps_programs:
             whole = self.chunk_at([0] * len(spec.groups), min(chunk, lanes[0]))
             whole.buffers["logits"] = torch.empty(1, spec.vocab_size, device=device).expand(len(whole.buffers["x"]), -1)
-            reserve(every, whole, self._scratch)
+            reserve(every, replace(whole, slots=self._slots), self._scratch)
             # The native loop takes rows one by one. Products of libraries may not.
             self.takes_rows_alone = all(fits for fits, _ in loop_operations(every, whole))
 
