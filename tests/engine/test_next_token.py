@@ -205,7 +205,7 @@ def test_its_memory_is_planned(tmp_path):
     assert plan.weights > plain.weights
     _, peak, working = measure(lambda: llm.generate(prompt(1400), greedy(9)))
     assert kept + working == pytest.approx(kept_by(asdict(plan)), abs=2000)
-    assert peak <= plan.workspace
+    assert peak <= plan.workspace + 2**15  # and small tensors
 
 
 def test_modules_of_other_families_are_refused(tmp_path):

@@ -47,7 +47,7 @@ def workspace(o: Operation, m: StepBuffers, device: torch.device) -> int:
 
 @workspace.register
 def _(o: ops.GateBy, m: StepBuffers, device: torch.device) -> int:
-    return _of_rows(o, m, device) if device.type == "cuda" else _of_torch(o, m)
+    return _of_rows(o, m, device)
 
 
 @workspace.register(ops.Norm)
@@ -55,7 +55,7 @@ def _(o: ops.GateBy, m: StepBuffers, device: torch.device) -> int:
 @workspace.register(ops.Gate)
 def _of_rows(o: Operation, m: StepBuffers, device: torch.device) -> int:
     """Of an operation whose kernels need nothing."""
-    return 0 if device.type == "cuda" and keeps_blocks(device, m.dtype) else _of_torch(o, m)
+    return 0 if _by_triton(m, device) else _of_torch(o, m)
 
 
 @workspace.register
@@ -76,6 +76,11 @@ def _(o: Recur, m: StepBuffers, device: torch.device) -> int:
     if device.type == "cuda" and keeps_blocks(device, m.dtype) and not isinstance(m, PromptChunk):
         return 0
     return _of_torch(o, m)
+
+
+def _by_triton(m: StepBuffers, device: torch.device) -> bool:
+    """Whether Triton's kernels run what they support."""
+    return keeps_blocks(device, m.dtype) and not has_loop(device, m.dtype)
 
 
 def _of_torch(o: Operation, m: StepBuffers) -> int:
@@ -109,7 +114,7 @@ def _(o: ops.ExpertProduct, m: StepBuffers, device: torch.device) -> int:
 def _of_product(o: ops.Product | ops.GatedProduct, m: StepBuffers, device: torch.device) -> int | None:
     """What a product needs besides its result; ``None`` where the weight is not multiplied as it is stored."""
     weight = o.weight
-    if device.type != "cuda" or not keeps_blocks(device, m.dtype):
+    if not _by_triton(m, device):
         return None
     if not weight.has_blocks and weight.dtype != m.dtype:
         return None

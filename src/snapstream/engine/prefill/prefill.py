@@ -181,8 +181,7 @@ class Prefill:
     def staging_bytes(self) -> int:
         """Bytes of what prompts occupy while they are prefilled."""
         widened = 0 if self._widened is None else self._widened.nbytes
-        others = widened + self._last_input.nbytes + self._scratch.nbytes
-        return sum(lane.nbytes for lane in self.lanes) + others
+        return sum(lane.nbytes for lane in self.lanes) + widened + self._last_input.nbytes
 
     def widens(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""

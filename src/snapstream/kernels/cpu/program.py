@@ -185,9 +185,10 @@ class CpuProgram:
             place = buffer.data_ptr(), buffer.stride(0)
             if self._places.get(name) == place:
                 continue
-            self._places[name] = place
+            self._places.pop(name, None)
             for structure, view in views:
                 structure.data, structure.row = place[0] + view.offset * buffer.itemsize, place[1]
+            self._places[name] = place  # only now: an exception may have come in between
 
     def _reserve(self, threads: int) -> None:
         """Have room for the temporaries of so many threads."""
@@ -198,7 +199,7 @@ class CpuProgram:
         if size < 0:
             raise MemoryError("not enough memory to plan the temporaries of a program")
         self._scratch.reserve(size, self.work.slots.token.device)
-        self._threads = threads
+        self._threads, self._bytes = threads, size
 
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times in one launch.
@@ -208,7 +209,7 @@ class CpuProgram:
         """
         assert 0 < steps <= self._steps
         threads = torch.get_num_threads()
-        if threads != self._threads:
+        if threads != self._threads or self._scratch.nbytes < self._bytes:
             self._reserve(threads)
         begin, end, _ = slice(first, last).indices(len(self.operations))
         assert begin < end
