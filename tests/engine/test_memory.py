@@ -1,5 +1,6 @@
 """The plan of memory beside what is allocated."""
 
+import json
 from dataclasses import asdict
 
 import pytest
@@ -10,6 +11,7 @@ from snapstream.attention import SdpaAttention, TritonAttention
 from snapstream.cache.groups import SMALLEST_BLOCK
 from snapstream.engine.memory.planner import LIBRARY_WORKSPACE, plan_engine
 from snapstream.engine.settings import set_up
+from snapstream.kernels import cpu
 from snapstream.kernels import triton as kernels
 from tests.checkpoints import prompt, save_checkpoint
 from tests.conftest import save_tokenizer
@@ -58,7 +60,11 @@ def test_what_the_path_of_cuda_allocates(checkpoint):
     pytest.importorskip("triton")
     got = compile_only("memory", checkpoint, 4000, 8)
     assert got["kept"] == pytest.approx(kept_by(got), rel=0.01)
-    assert 0.95 * got["workspace"] <= got["reading"] <= 1.15 * got["workspace"]
+    # With tile registers, torch brings a weight into an order of its own; on CUDA it does not.
+    sizes = json.loads((checkpoint / "config.json").read_text())
+    has_tiles = cpu.available() and cpu.prefill_instructions(torch.bfloat16) == "tiles"
+    packed = sizes["intermediate_size"] * sizes["hidden_size"] * 2 * has_tiles
+    assert 0.95 * got["workspace"] <= got["reading"] <= 1.15 * got["workspace"] + packed
     many = compile_only("memory", checkpoint, 512, 600)
     assert many["sampling"] == pytest.approx(many["workspace"], rel=0.01)
 
