@@ -102,14 +102,14 @@ class StockProgram:
         if not (cpu.loaded and self._planned_for.slots.token.is_cpu):
             return [*operations]
         for in_loop, some in itertools.groupby(loop_operations(operations, self._planned_for), lambda each: each[0]):
-            of_loop = [each for _, each in some]
-            while in_loop and of_loop:
-                # What a recurrence was given is recorded between launches.
-                ends = [at for at, each in enumerate(of_loop, 1) if isinstance(each, Recur)]
-                end = ends[0] if ends else len(of_loop)
-                parts.append(cpu.CpuProgram(of_loop[:end], self._planned_for, scratch=self._scratch))
-                of_loop = of_loop[end:]
-            parts += of_loop
+            together = [each for _, each in some]
+            if not in_loop:
+                parts += together
+                continue
+            # What a recurrence was given is recorded between launches.
+            ends = [at for at, each in enumerate(together, 1) if isinstance(each, Recur)]
+            for begin, end in itertools.pairwise(sorted({0, *ends, len(together)})):
+                parts.append(cpu.CpuProgram(together[begin:end], self._planned_for, scratch=self._scratch))
         return parts
 
     def _record(self, last: Operation) -> None:
@@ -117,14 +117,8 @@ class StockProgram:
             last.record(self.work)
 
 
-def program_for_rows(operations: Sequence[Operation], work: StepBuffers, scratch: cpu.Scratch | None = None) -> Program:
-    """The program for chunks of prompts, and for steps that attend by another backend than the device's own.
-
-    Args:
-        operations: The list.
-        work: The buffers, slots and caches that it works on.
-        scratch: Memory for temporaries that it may share with other programs.
-    """
+def program_for_rows(operations: Sequence[Operation], work: StepBuffers) -> Program:
+    """The program for chunks of prompts, and for steps that attend by another backend than the device's own."""
     if triton.takes(work.slots.token.new_empty(0, dtype=work.dtype)):
         from snapstream.kernels.triton.program import TritonProgram
 

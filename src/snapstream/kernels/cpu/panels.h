@@ -56,11 +56,7 @@ struct PairForm {
 // ---- tile registers; everything else is as for pairs ----
 
 struct TileForm : PairForm {
-  struct Session {
-    Session() { begin_tiles(); }
-    ~Session() { end_tiles(); }
-    Session(const Session&) = delete;
-  };
+  using Session = TileSession;
 
   static void multiply(const bfloat16* block, int64_t step, int64_t, int64_t depth, const uint32_t* panel, float* sums,
                        bool add) {
@@ -155,9 +151,9 @@ inline bool stays(int64_t count, int64_t size, int64_t step) {
   return std::is_same_v<typename Form::Number, T> && whole && step * sizeof(T) % (32 * LINE) != 0;
 }
 
-// Copies up to HEIGHT rows of `size` numbers, to [HEIGHT][size + SPARE]; the rest is zero.
-constexpr int64_t SPARE = PAIR;  // for the rest of an odd size, and so that the copies do not compete, either
+constexpr int64_t SPARE = PAIR;  // after each copied row: for an odd size, and so that copies do not compete, either
 
+// Copies up to HEIGHT rows of `size` numbers, to [HEIGHT][size + SPARE]; the rest is zero.
 template <typename Form, typename T, typename RowAt>
 inline void copy_rows(int64_t count, int64_t size, typename Form::Number* to, const RowAt& row_at) {
   for (int64_t row = 0; row < HEIGHT; ++row, to += size + SPARE) {

@@ -173,11 +173,7 @@ struct Pairs {
 // ---- tile registers; everything else is as for pairs ----
 
 struct Tiles : Pairs {
-  struct Session {
-    Session() { begin_tiles(); }
-    ~Session() { end_tiles(); }
-    Session(const Session&) = delete;
-  };
+  using Session = TileSession;
 
   static void score(const Block<bfloat16>& block, int64_t keys, int64_t size, const uint32_t* queries,
                     float* scores) {

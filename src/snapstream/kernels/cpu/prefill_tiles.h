@@ -139,6 +139,13 @@ inline void begin_tiles() {
 
 inline void end_tiles() { _tile_release(); }
 
+// Held while a thread uses tile registers.
+struct TileSession {
+  TileSession() { begin_tiles(); }
+  ~TileSession() { end_tiles(); }
+  TileSession(const TileSession&) = delete;
+};
+
 constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);  // of a row of packed queries, weights, scores or outputs
 
 // Multiplies 32 x 32 elements, with rows `bytes` apart, by 32 packed rows; adds to the 32 x 32 sums in tiles 0 to 3.
