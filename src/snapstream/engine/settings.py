@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from snapstream.models.files import resolve_config
 from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
 from snapstream.models.spec import ModelSpec
 from snapstream.models.storage import formats_in_use
+from snapstream.models.tokenizer import NO_LIMIT
 from snapstream.models.weights import is_quantized, load_spec, with_chosen_formats
 
 logger = logging.getLogger(__name__)
@@ -265,13 +267,12 @@ def load_tokenizer(checkpoint: str) -> Any:
     Raises:
         CheckpointError: There is no tokenizer, or it has no fast implementation.
     """
-    from transformers import AutoTokenizer
-
     try:
         if is_gguf(checkpoint):
-            tokenizer = load_gguf_tokenizer(Path(checkpoint))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
+            return load_gguf_tokenizer(Path(checkpoint))
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -279,7 +280,7 @@ def load_tokenizer(checkpoint: str) -> Any:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{checkpoint}: the tokenizer has no fast implementation (tokenizer.json)")
     # A prompt may be longer than the tokenizer's configuration allows; the engine checks lengths itself.
-    tokenizer.model_max_length = int(1e30)
+    tokenizer.model_max_length = NO_LIMIT
     return tokenizer
 
 
@@ -288,13 +289,13 @@ def load_sampling_defaults(checkpoint: str) -> dict[str, Any]:
 
     The engine itself does not apply them. The server does, for parameters that a request leaves out.
     """
-    from transformers import GenerationConfig
-
     if is_gguf(checkpoint):
         return next((dict(one.sampling) for one in PACKAGED.values() if one.file == Path(checkpoint).name), {})
     try:
-        proposed = GenerationConfig.from_pretrained(checkpoint).to_diff_dict()
+        proposed = json.loads((Path(checkpoint) / "generation_config.json").read_bytes())
     except (OSError, ValueError):
+        return {}
+    if not isinstance(proposed, dict):
         return {}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: proposed[name] for name in names if proposed.get(name) is not None}

@@ -77,14 +77,14 @@ def rope_frequencies(config: Any, name: str | None = None, longest: int | None =
         name: Name of a set of parameters, see :func:`rope_sets`.
         longest: Maximum length of a sequence; ``None`` for what the model was trained for.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     parameters = rope_sets(config)[name]
     if name is not None and hasattr(config, "per_layer_config"):  # heads may differ
         config = config.per_layer_config[name]
     kind = parameters.get("rope_type", "default")
     with torch.device("cpu"):
         if kind != "default":
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             options: dict[str, Any] = {} if name is None else {"layer_type": name}
             if kind == "longrope":
                 options["seq_len"] = longest or longest_sequence(config)

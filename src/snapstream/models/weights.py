@@ -37,14 +37,14 @@ def load_spec(checkpoint: Path) -> ModelSpec:
     Raises:
         CheckpointError: The checkpoint cannot be read, or is not supported.
     """
-    from transformers import AutoConfig
-
     if is_gguf(checkpoint):
         spec = load_gguf_spec(checkpoint)
         # Check now: the modules are created on the meta device, in these sizes, before weights are loaded.
         places = tensor_places(spec)
         _check(checkpoint, spec, places, gguf.stored_shapes(checkpoint, places), set())
         return spec
+    from transformers import AutoConfig
+
     path = checkpoint / "config.json"
     raw = read_json(path)
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]

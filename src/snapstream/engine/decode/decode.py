@@ -94,9 +94,6 @@ class Decode:
         entries = [group.entries(capacity) for group in spec.groups]
         self.entry_type = types.cache
         self.layers = make_caches(spec.groups, entries, entry_type=types.cache, device=device, rows=slots)
-        if device.type == "cpu":
-            for tensor in (tensor for cache in self.layers for tensor in cache.tensors):
-                tensor.zero_()  # touches every page, so planned memory is committed from the start
         # The next token of each slot, and draft tokens after it.
         self.tokens = torch.zeros((slots, guesses + 1), dtype=torch.int64, device=device)
         self.token, self.position = self.tokens[:, 0], column()

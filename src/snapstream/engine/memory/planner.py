@@ -21,7 +21,7 @@ from snapstream.engine.requests.tokenizing import tokenizing_bytes
 from snapstream.engine.runner import ModelRunner, smaller_budgets
 from snapstream.engine.settings import Setup
 from snapstream.errors import ConfigurationError
-from snapstream.kernels.counting import Counted
+from snapstream.kernels.counting import Counted, without_compiler
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.products import keeps_blocks
 from snapstream.models import DecoderModel
@@ -105,6 +105,7 @@ def _models(setup: Setup) -> list[DecoderModel]:
     return [empty_model(setup.spec, setup.types.weights), *others]
 
 
+@without_compiler()
 @torch.inference_mode()
 def _plan(setup: Setup, models: Sequence[DecoderModel], *, is_drafter: bool = False) -> MemoryPlan:
     """The plan of an engine with these models; see :func:`_models`."""

@@ -6,6 +6,7 @@ milliseconds, because sizes and steps are limited. A grammar that exceeds a limi
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -141,12 +142,16 @@ class GrammarCompiler:
     def _read_vocabulary(self) -> LLTokenizer:
         """Read the vocabulary, which takes some seconds for a large one."""
         try:
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLTokenizer
         except ImportError:
             raise _missing() from None
         size = max(self._vocab_size, len(self._tokenizer))
         try:
-            self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
+            backend = copy.copy(self._tokenizer.backend_tokenizer)
+            backend.no_padding()
+            backend.no_truncation()
+            ends = self._ends or self._tokenizer.eos_token_id
+            self._vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
         except Exception as error:  # the library raises several kinds
             raise RequestError(f"structured outputs are not possible with this model's tokenizer: {error}") from error
         give_memory_back()  # the tokenizer has been a text of its own size in between

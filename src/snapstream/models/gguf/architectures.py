@@ -41,6 +41,7 @@ class Metadata:
 
 
 _SIGMOID = 2
+_GELU = {"hidden_act": "gelu_pytorch_tanh"}
 _DIVISORS = "rope_freqs.weight"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _Settings = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
@@ -130,8 +131,9 @@ def _gemma_scalar(common: dict[str, Any], largest: int) -> int:
 
 
 def _gemma2(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
-    return {
+    return _GELU | {
         "sliding_window": about.number("attention.sliding_window", 4096),
+        "layer_types": _types(about, common, 2),
         "query_pre_attn_scalar": _gemma_scalar(common, 46),
         "attn_logit_softcapping": float(about.value("attn_logit_softcapping", 50.0)),
         "final_logit_softcapping": float(about.value("final_logit_softcapping", 30.0)),
@@ -140,11 +142,12 @@ def _gemma2(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
-    return {
+    return _GELU | {
         "rope_parameters": {"full_attention": common["rope_parameters"], "sliding_attention": own},
         "sliding_window": about.number("attention.sliding_window"),
         "layer_types": _types(about, common, 6),
         "query_pre_attn_scalar": _gemma_scalar(common, 62),
+        "attn_logit_softcapping": None,
         "final_logit_softcapping": about.value("final_logit_softcapping", None) or None,
     }
 
@@ -157,7 +160,7 @@ def _gemma4(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
     full, slid = types.index(_FULL), types.index(_SLIDING) if _SLIDING in types else 0
     own = {"rope_type": "default", "rope_theta": float(about.value("rope.freq_base_swa", 10000.0))}
     inner = [about.number("feed_forward_length", layer=layer) for layer in (0, layers - 1)]
-    settings = {
+    settings = _GELU | {
         "rope_parameters": {
             "full_attention": common["rope_parameters"] | {"rope_type": "proportional", "partial_rotary_factor": 1.0},
             "sliding_attention": own,
@@ -193,6 +196,7 @@ def _muse(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
         "layer_types": types,
         "layer_rope_theta": [theta if each == _SLIDING else 0 for each in types],
         "qk_scale_factor": factors.pop(),
+        "post_norm_eps": 1e-8,
         "output_multiplier": float(about.value("logit_scale")),
         "final_logit_softcapping": float(about.value("final_logit_softcapping", 0.0)),
     }
@@ -210,6 +214,7 @@ def _glm_experts(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": about.has("blk.0.attn_q.bias"),
         "use_qk_norm": about.has("blk.0.attn_q_norm.weight"),
         "n_routed_experts": about.number("expert_count"),
+        "num_nextn_predict_layers": int(about.value("nextn_predict_layers", 0)),
         "n_shared_experts": int(about.value("expert_shared_count", 0)),
         "first_k_dense_replace": int(about.value("leading_dense_block_count", 0)),
         "n_group": int(about.value("expert_group_count", 1)),
@@ -273,7 +278,8 @@ def _phi(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smollm(about: Metadata, common: dict[str, Any]) -> dict[str, Any]:
-    return {"no_rope_layer_interval": 4, "use_sliding_window": False}
+    rotated = [int((layer + 1) % 4 != 0) for layer in range(common["num_hidden_layers"])]
+    return {"no_rope_layers": rotated, "use_sliding_window": False}
 
 
 _LLAMA = Architecture("LlamaConfig", "LlamaForCausalLM", reordered=True)

@@ -1,16 +1,22 @@
-"""Reads the configuration of a GGUF file as a ``transformers`` configuration."""
+"""Reads the configuration of a GGUF file as the ``transformers`` configuration of the same model.
+
+The classes of ``transformers`` take longer to import than a small model to load. They are used where they compute
+something; otherwise the file and :mod:`snapstream.models.gguf.architectures` say everything.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 
 from snapstream.errors import CheckpointError, first_line
 from snapstream.models.families import read_spec
-from snapstream.models.gguf.architectures import Metadata, architecture
+from snapstream.models.gguf.architectures import Architecture, Metadata, architecture
 from snapstream.models.gguf.container import Container, open_container
 from snapstream.models.rope import longest_sequence
 from snapstream.models.spec import ModelSpec
@@ -39,9 +45,7 @@ def load_gguf_spec(path: Path) -> ModelSpec:
 
 
 def configuration(file: Container) -> Any:
-    """Build the ``transformers`` configuration."""
-    import transformers
-
+    """Build the ``transformers`` configuration, or what has the same attributes."""
     name, kind = architecture(file)
     about = Metadata(file, name)
     hidden, heads = about.number("embedding_length"), about.number("attention.head_count")
@@ -72,6 +76,7 @@ def configuration(file: Container) -> Any:
         "num_attention_heads": heads,
         "num_key_value_heads": about.number("attention.head_count_kv", heads, layer=first_layer),
         "head_dim": head,
+        "hidden_act": "silu",
         "rms_norm_eps": float(about.value("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": about.number("context_length"),
         "rope_parameters": rope,
@@ -93,13 +98,27 @@ def configuration(file: Container) -> Any:
     window = about.value("attention.sliding_window", None)
     if kind.windowed and window:
         settings["sliding_window"] = int(window)
-    config = getattr(transformers, kind.config)(**settings | kind.settings(about, settings))
+    settings |= kind.settings(about, settings)
+    config = SimpleNamespace(**settings) if _is_plain(kind, settings) else _of_transformers(kind, settings)
     if window and config.sliding_window is None and window < longest_sequence(config):
         raise CheckpointError(
             f"{file.path}: sliding-window attention ({window} tokens) is not supported in GGUF; use the safetensors "
             "checkpoint"
         )
     return config
+
+
+def _is_plain(kind: Architecture, settings: Mapping[str, Any]) -> bool:
+    """Whether ``transformers`` computes nothing: layers are alike, and rotation is not scaled."""
+    rope = settings["rope_parameters"]
+    sets = [rope] if "rope_type" in rope else rope.values()
+    return not kind.by_layer and all(each["rope_type"] == "default" for each in sets)
+
+
+def _of_transformers(kind: Architecture, settings: dict[str, Any]) -> Any:
+    import transformers
+
+    return getattr(transformers, kind.config)(**settings)
 
 
 def _long_rope(about: Metadata) -> dict[str, Any]:

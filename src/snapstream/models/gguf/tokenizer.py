@@ -14,6 +14,7 @@ from snapstream.errors import CheckpointError
 from snapstream.models.ends import control_looking
 from snapstream.models.gguf.architectures import architecture
 from snapstream.models.gguf.container import Container, open_container
+from snapstream.models.tokenizer import LazyTokenizer
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,14 +46,13 @@ _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def load_gguf_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of a file as a ``PreTrainedTokenizerFast``, with its chat template.
+def load_gguf_tokenizer(path: Path) -> LazyTokenizer:
+    """Load the tokenizer of a file, with its chat template.
 
     Raises:
         CheckpointError: The file has no tokenizer, is damaged, or its tokenizer is not supported.
     """
     from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
 
     file = open_container(path)
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -83,22 +83,8 @@ def load_gguf_tokenizer(path: Path) -> Any:
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2" or _split_name(file) in _BEGIN)
     if begins and named["bos_token"] is not None:
         _begin_with(made, named["bos_token"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Uncopied(made),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **{name: token for name, token in named.items() if token is not None},
-    )
-
-
-class _Uncopied:
-    """Hands a tokenizer over: transformers would copy it, which takes as long as building it."""
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return self._made
+    stated_tokens = {name: token for name, token in named.items() if token is not None}
+    return LazyTokenizer(made, stated_tokens, file.metadata.get("tokenizer.chat_template"))
 
 
 _BEGIN = ("llama-bpe", "llama3", "tekken")
