@@ -56,15 +56,6 @@ def tensors_of_zeros(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> l
     return tensors
 
 
-def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed tensor; on a CPU, in a block of memory of its own."""
-    return (
-        tensors_of_zeros([(shape, dtype)])[0]
-        if device.type == "cpu"
-        else torch.zeros(shape, dtype=dtype, device=device)
-    )
-
-
 def _commit(block: mmap.mmap, at: int, size: int) -> None:
     """Make the system provide all pages of a part of a block."""
     page = mmap.PAGESIZE

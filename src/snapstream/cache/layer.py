@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from snapstream.cache.codes import EntryType, QuantizedType, type_name
+from snapstream.operators import Operator
 
 
 def plain_copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
@@ -23,13 +24,12 @@ def plain_copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
     target.copy_(source.gather(1, positions[..., None].expand(-1, -1, source.shape[-1])))
 
 
-copy_rows = torch.library.custom_op("snapstream::copy_rows", plain_copy_rows, mutates_args=("target",))
-""":func:`plain_copy_rows` as a custom operator, so that devices can register their own kernels."""
-
-
-@copy_rows.register_fake
 def _copy_rows_shape(source: Tensor, positions: Tensor, target: Tensor) -> None:
     return None
+
+
+copy_rows = Operator("copy_rows", plain_copy_rows, _copy_rows_shape, changes=("target",))
+""":func:`plain_copy_rows`, for which devices have kernels."""
 
 
 @dataclass(frozen=True)

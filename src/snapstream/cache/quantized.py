@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from snapstream.cache.codes import OF_BITS, CodeFormat, EntryType, QuantizedType, frame_of, rotated, rotation_of
 from snapstream.cache.layer import EntryShape, LayerCache
+from snapstream.operators import Operator
 
 
 def plain_encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
@@ -29,13 +30,12 @@ def plain_encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, t
     target.copy_(OF_BITS[bits].encoded(rotated(wide, width)))
 
 
-encode = torch.library.custom_op("snapstream::encode", plain_encode, mutates_args=("target",))
-""":func:`plain_encode` as a custom operator, so that devices can register their own kernels."""
-
-
-@encode.register_fake
 def _encode_shape(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
     return None
+
+
+encode = Operator("encode", plain_encode, _encode_shape, changes=("target",))
+""":func:`plain_encode`, for which devices have kernels."""
 
 
 def encoded(codes: CodeFormat, numbers: Tensor, frames: Tensor | None, width: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, get_type_hints
@@ -297,12 +299,14 @@ def say_what_a_shipped_model_is(model: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the messages and progress bars of transformers."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    """Suppress the messages of transformers, without importing it."""
+    library, name = logging.getLogger("transformers"), "TRANSFORMERS_VERBOSITY"  # which it reads when it is imported
+    level, stated = library.level, os.environ.get(name)
+    library.setLevel(logging.ERROR)
+    os.environ[name] = "error"
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        library.setLevel(level or logging.WARNING)
+        del os.environ[name]
+        os.environ.update({} if stated is None else {name: stated})

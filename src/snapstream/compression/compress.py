@@ -14,6 +14,7 @@ from snapstream.compression.ranks import ordered
 from snapstream.compression.scoring import candidate_mask
 from snapstream.config import CacheBudget, LayerPrompt
 from snapstream.errors import ConfigurationError
+from snapstream.operators import Operator
 
 
 def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: int, capacity: int) -> Tensor:
@@ -33,8 +34,7 @@ def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: i
         Positions ``[B, N, C]``, int64; -1 for entries beyond ``layout.count``.
     """
     lengths = (layout.base, layout.count, layout.length)
-    positions: Tensor = selected(scores, *lengths, sink, top_k, capacity)
-    return positions
+    return selected(scores, *lengths, sink, top_k, capacity)
 
 
 def plain_selected(
@@ -63,15 +63,14 @@ def plain_selected(
     return positions[..., :capacity]
 
 
-selected = torch.library.custom_op("snapstream::selected", plain_selected, mutates_args=())
-""":func:`plain_selected` as a custom operator, so that devices can register their own kernels."""
-
-
-@selected.register_fake
 def _selected_shape(
     scores: Tensor, base: Tensor, count: Tensor, length: Tensor, sink: int, top_k: int, capacity: int
 ) -> Tensor:
     return scores.new_empty((*scores.shape[:2], capacity), dtype=torch.int64)
+
+
+selected = Operator("selected", plain_selected, _selected_shape)
+""":func:`plain_selected`, for which devices have kernels."""
 
 
 def choose_entries(

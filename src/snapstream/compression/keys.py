@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.scoring import KEY_CHUNK, candidate_mask
+from snapstream.operators import Operator
 
 SHORTEST = 1e-12
 """Lower bound on the norm of a key, to avoid division by zero."""
@@ -38,8 +39,7 @@ def key_differences(
         float32 ``[B, N, L]`` from 0 to 2; 0 for tokens that are not candidates.
     """
     near = min(near, keys.shape[2])  # a larger block would only add padding
-    differences: Tensor = differences_of_keys(keys, layout.candidate_end, sink, near, key_chunk)
-    return differences
+    return differences_of_keys(keys, layout.candidate_end, sink, near, key_chunk)
 
 
 def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
@@ -82,12 +82,9 @@ def plain_differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, ne
     return torch.where(is_candidate, (1 - product).clamp_(min=0.0), 0.0)
 
 
-differences_of_keys = torch.library.custom_op(
-    "snapstream::differences_of_keys", plain_differences_of_keys, mutates_args=()
-)
-""":func:`plain_differences_of_keys` as a custom operator, so that devices can register their own kernels."""
-
-
-@differences_of_keys.register_fake
 def _differences_of_keys_shape(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
     return keys.new_empty(keys.shape[:3], dtype=torch.float32)
+
+
+differences_of_keys = Operator("differences_of_keys", plain_differences_of_keys, _differences_of_keys_shape)
+""":func:`plain_differences_of_keys`, for which devices have kernels."""

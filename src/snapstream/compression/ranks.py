@@ -9,6 +9,7 @@ from torch import Tensor
 
 from snapstream.compression.layout import LayoutTensors
 from snapstream.compression.scoring import candidate_mask
+from snapstream.operators import Operator
 
 
 def take_in_turn(
@@ -29,8 +30,7 @@ def take_in_turn(
     Returns:
         float32 ``[B, N, L]``, ``1 / (1 + round)``: above 0, at most 1; 0 for tokens that are not candidates.
     """
-    scores: Tensor = taken_in_turn(list(lists), list(every or [1] * len(lists)), layout.candidate_end, sink, most)
-    return scores
+    return taken_in_turn(list(lists), list(every or [1] * len(lists)), layout.candidate_end, sink, most)
 
 
 def plain_taken_in_turn(lists: list[Tensor], every: list[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
@@ -42,13 +42,12 @@ def plain_taken_in_turn(lists: list[Tensor], every: list[int], candidate_end: Te
     return (1.0 / (1.0 + best)).masked_fill(is_none, 0.0)
 
 
-taken_in_turn = torch.library.custom_op("snapstream::taken_in_turn", plain_taken_in_turn, mutates_args=())
-""":func:`plain_taken_in_turn` as a custom operator, so that devices can register their own kernels."""
-
-
-@taken_in_turn.register_fake
 def _taken_in_turn_shape(lists: list[Tensor], every: list[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
     return torch.empty_like(lists[0])
+
+
+taken_in_turn = Operator("taken_in_turn", plain_taken_in_turn, _taken_in_turn_shape)
+""":func:`plain_taken_in_turn`, for which devices have kernels."""
 
 
 def _ranks(scores: Tensor, most: int) -> Tensor:

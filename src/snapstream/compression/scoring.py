@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from snapstream.compression.layout import LayoutTensors
 from snapstream.config import Normalize, Pooling
+from snapstream.operators import Operator
 
 KEY_CHUNK = 1024
 """Keys scored at once. The logits of one chunk, ``[B, N, G, W, KEY_CHUNK]`` float32, are the largest temporary."""
@@ -149,9 +150,7 @@ def _attention(
     key_chunk: int = KEY_CHUNK,
 ) -> Tensor:
     lengths = (layout.length, layout.first_voter, layout.candidate_end)
-    kinds = (sink, everything, summed, largest)
-    result: Tensor = window_attention(queries, keys, *lengths, scale, *kinds, key_chunk, cap, sinks)
-    return result
+    return window_attention(queries, keys, *lengths, scale, sink, everything, summed, largest, key_chunk, cap, sinks)
 
 
 def plain_window_attention(
@@ -238,14 +237,13 @@ def plain_window_attention(
     return torch.cat(chunks, -1)
 
 
-window_attention = torch.library.custom_op("snapstream::window_attention", plain_window_attention, mutates_args=())
-""":func:`plain_window_attention` as a custom operator, so that devices can register their own kernels."""
-
-
-@window_attention.register_fake
 def _window_attention_shape(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     summed, largest = rest[6:8]
     return keys.new_empty(((summed > 0) + (largest > 0), *keys.shape[:3]), dtype=torch.float32)
+
+
+window_attention = Operator("window_attention", plain_window_attention, _window_attention_shape)
+""":func:`plain_window_attention`, for which devices have kernels."""
 
 
 def random_votes(heads: int, length: int, *, seed: Tensor) -> Tensor:
@@ -279,8 +277,7 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
     """
     if kernel == 1:
         return votes
-    pooled: Tensor = smoothed(votes, pooling == "max", kernel)
-    return pooled
+    return smoothed(votes, pooling == "max", kernel)
 
 
 def plain_smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
@@ -297,13 +294,12 @@ def plain_smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     return result if largest else result.div_(kernel)
 
 
-smoothed = torch.library.custom_op("snapstream::smoothed", plain_smoothed, mutates_args=())
-""":func:`plain_smoothed` as a custom operator, so that devices can register their own kernels."""
-
-
-@smoothed.register_fake
 def _smoothed_shape(votes: Tensor, *_: object) -> Tensor:
     return torch.empty_like(votes)
+
+
+smoothed = Operator("smoothed", plain_smoothed, _smoothed_shape)
+""":func:`plain_smoothed`, for which devices have kernels."""
 
 
 def counter_uniform(seed: Tensor, counter: Tensor) -> Tensor:

@@ -21,10 +21,8 @@ from snapstream.kernels import cpu, triton
 from snapstream.kernels.cpu import choice, codes
 from snapstream.kernels.cpu.checks import MULTIPLE, TYPES
 
-DEVICES = ("cpu", "cuda")
 
-
-@window_attention.register_kernel(DEVICES)
+@window_attention.register
 def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     if triton.takes(keys) and queries.dtype == keys.dtype and keys.stride(3) == queries.stride(3) == 1:
         from snapstream.kernels.triton import votes
@@ -48,7 +46,7 @@ def _window_attention(queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
     return plain_window_attention(queries, keys, *rest)
 
 
-@differences_of_keys.register_kernel(DEVICES)
+@differences_of_keys.register
 def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: int, key_chunk: int) -> Tensor:
     if triton.takes(keys) and keys.stride(3) == 1:
         from snapstream.kernels.triton.keys import key_differences
@@ -61,14 +59,14 @@ def _differences_of_keys(keys: Tensor, candidate_end: Tensor, sink: int, near: i
     return plain_differences_of_keys(keys, candidate_end, sink, near, key_chunk)
 
 
-@taken_in_turn.register_kernel(DEVICES)
+@taken_in_turn.register
 def _taken_in_turn(lists: list[Tensor], *rest: Any) -> Tensor:
     if cpu.loaded and lists[0].is_cpu:
         return choice.take_in_turn(lists, *rest)
     return plain_taken_in_turn(lists, *rest)
 
 
-@smoothed.register_kernel(DEVICES)
+@smoothed.register
 def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     if triton.takes(votes):
         from snapstream.kernels.triton.votes import pool_votes
@@ -80,7 +78,7 @@ def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     return plain_smoothed(votes, largest, kernel)
 
 
-@selected.register_kernel(DEVICES)
+@selected.register
 def _selected(scores: Tensor, *rest: Any) -> Tensor:
     if triton.takes(scores):
         from snapstream.kernels.triton.select import select_entries
@@ -92,7 +90,7 @@ def _selected(scores: Tensor, *rest: Any) -> Tensor:
     return plain_selected(scores, *rest)
 
 
-@encode.register_kernel(DEVICES)
+@encode.register
 def _encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target: Tensor) -> None:
     if triton.takes(numbers) and numbers.stride(2) == target.stride(2) == 1:
         from snapstream.kernels.triton.codes import encode as encode_on_device
@@ -105,7 +103,7 @@ def _encode(numbers: Tensor, frame: Tensor | None, width: int, bits: int, target
         plain_encode(numbers, frame, width, bits, target)
 
 
-@copy_rows.register_kernel(DEVICES)
+@copy_rows.register
 def _copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
     if triton.takes(source) and source.stride(2) == target.stride(2) == 1:
         from snapstream.kernels.triton.select import gather

@@ -37,11 +37,12 @@ class LazyTokenizer:
         """The ``tokenizers.Tokenizer``."""
         return self._made
 
-    def __call__(self, text: Any, *, add_special_tokens: bool = True, **settings: Any) -> Any:
+    def __call__(self, text: Any, *args: Any, add_special_tokens: bool = True, **settings: Any) -> Any:
         """Tokenize a text; as in ``transformers``."""
         offsets = settings.pop("return_offsets_mapping", False)
-        if type(text) is not str or settings != _PLAIN:
-            return self.whole()(text, add_special_tokens=add_special_tokens, return_offsets_mapping=offsets, **settings)
+        if type(text) is not str or args or settings != _PLAIN:
+            own = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": offsets}
+            return self.whole()(text, *args, **own, **settings)
         encoded = self._made.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoded.ids} | ({"offset_mapping": encoded.offsets} if offsets else {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from snapstream.engine import LLM
+from snapstream.errors import RequestError
 from snapstream.serving.app import create_app
 from snapstream.serving.settings import ServerSettings
 
@@ -40,7 +42,7 @@ class Server(uvicorn.Server):
         self._open_page = open_page
         # Per closing connection: unsent bytes, since when their number has not changed, and since when it is closing.
         self._stuck: dict[Any, tuple[int, float, float]] = {}
-        self.settings = settings
+        self.llm, self.settings = llm, settings
         self.application = create_app(llm, settings, on_death=self._engine_died)
         self._driver = self.application.state.parts.driver
         super().__init__(
@@ -104,8 +106,15 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             logger.info("listening on %s", self.address())
+            threading.Thread(target=_read_template, args=(self.llm,), daemon=True).start()
             if self._open_page:  # in a thread, as starting a browser may block
                 threading.Thread(target=webbrowser.open, args=(self.address(),), daemon=True).start()
+
+
+def _read_template(llm: LLM) -> None:
+    """Apply the chat template once: what it needs is imported now, not when the first conversation waits for it."""
+    with contextlib.suppress(RequestError):
+        llm.chat_text([{"role": "user", "content": "."}])
 
 
 def serve(llm: LLM, settings: ServerSettings, listener: socket.socket, *, open_page: bool = False) -> bool:

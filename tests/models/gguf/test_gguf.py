@@ -2,10 +2,12 @@
 
 import random
 import struct
+from dataclasses import replace
 
 import numpy
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("gguf")
 from gguf import ExpertGatingFuncType
@@ -15,6 +17,7 @@ from snapstream import LLM, CheckpointError, ConfigurationError, SamplingParams,
 from snapstream.engine.settings import load_tokenizer
 from snapstream.kernels import cpu
 from snapstream.models.fingerprint import fingerprint
+from snapstream.models.gguf import configuration
 from snapstream.models.gguf.container import open_container
 from snapstream.models.storage import formats_in_use
 from snapstream.models.weights import load_model, load_spec, with_chosen_formats
@@ -426,3 +429,14 @@ def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigurationError, match=r'pip install "\.\[gguf\]"'):
         load_spec(path)
+
+
+@pytest.mark.parametrize("family", [*GROUPED, *OTHERS])
+def test_configurations_say_what_those_of_transformers_do(tmp_path, monkeypatch, family):
+    """Whether a class of transformers makes them, or the file alone."""
+    write(tmp_path / "model.gguf", family, Kind.F32, **GRANTED.get(family, {}) | wide_experts(family))
+    ours = load_spec(tmp_path / "model.gguf")
+    monkeypatch.setattr(configuration, "_is_plain", lambda kind, settings: False)
+    theirs = load_spec(tmp_path / "model.gguf")
+    assert isinstance(theirs.source, transformers.PreTrainedConfig)
+    assert replace(ours, source=None) == replace(theirs, source=None)

@@ -21,9 +21,10 @@ from snapstream.engine.requests.tokenizing import tokenizing_bytes
 from snapstream.engine.runner import ModelRunner, smaller_budgets
 from snapstream.engine.settings import Setup
 from snapstream.errors import ConfigurationError
-from snapstream.kernels.counting import Counted, without_compiler
+from snapstream.kernels.counting import Counted
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.products import keeps_blocks
+from snapstream.kernels.uncompiled import without_compiler
 from snapstream.models import DecoderModel
 from snapstream.models.families import tensor_places
 from snapstream.models.storage import empty_model, parameter_bytes, quantized_formats, with_formats

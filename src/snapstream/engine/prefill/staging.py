@@ -16,7 +16,6 @@ from snapstream.cache import EntryShape
 from snapstream.config.policy import rows_of_queries
 from snapstream.engine.settings import Types
 from snapstream.models.spec import ModelSpec
-from snapstream.pages import zeros
 
 SHORT = 8
 """A prompt of up to one in so many tokens of the longest prompt has a lane of its own."""
@@ -75,7 +74,7 @@ class Staging:
         packed = _memories([math.prod(shape) for shape in wanted], dtype, device, apart=bool(spec.shared_from))
         self.packed = [each.view(shape) for each, shape in zip(packed, wanted, strict=True)]
         self.packed_until = torch.zeros((), dtype=torch.int64, device=device)
-        self.hidden = zeros(entries, spec.hidden_size, dtype=dtype, device=device)
+        self.hidden = torch.zeros(entries, spec.hidden_size, dtype=dtype, device=device)
         rows = rows_of_queries(queries, entries)
         self.queries = torch.zeros(spec.heads, rows, spec.entries[0].size, dtype=dtype, device=device)
 
@@ -99,8 +98,8 @@ class Staging:
 def _memories(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, *, apart: bool) -> Sequence[Tensor]:
     """Flat memory of so many numbers for each group: views of one memory, unless they must be ``apart``."""
     if apart:
-        return torch.split(zeros(sum(sizes), dtype=dtype, device=device), list(sizes))
-    memory = zeros(max(sizes), dtype=dtype, device=device)
+        return torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), list(sizes))
+    memory = torch.zeros(max(sizes), dtype=dtype, device=device)
     return [memory[:size] for size in sizes]
 
 
