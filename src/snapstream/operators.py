@@ -1,7 +1,7 @@
 """Functions that devices may have kernels for.
 
-Compiled code sees an operator of torch (``torch.library.custom_op``). Other code does not call it: its first call imports
-torch's compiler, which takes longer than torch itself, and every call takes tens of microseconds.
+Compiled code sees an operator of torch (``torch.library.custom_op``). Other code does not call it. Its first call
+imports torch's compiler, which takes longer than torch itself, and every call takes tens of microseconds.
 """
 
 from __future__ import annotations
