@@ -1,4 +1,4 @@
-"""Parses numbers of tokens and cache entries, such as ``512`` or ``4k``, shares, such as ``1/4``, and bytes."""
+"""Parses numbers of tokens and entries, such as ``512`` or ``4k``, shares, such as ``1/4``, bytes, and times."""
 
 from __future__ import annotations
 
@@ -55,6 +55,23 @@ def parse_bytes(text: str, what: str) -> int:
     if not 0 <= size < 2**60:
         raise ConfigurationError(f"{what}: {text!r} is not a size; give a number with a unit, such as 512MiB or 2GiB")
     return int(size)
+
+
+def parse_seconds(text: str, what: str) -> float:
+    """Parse a time, such as ``200ms``, ``1.5s`` or ``0.2`` (seconds).
+
+    Raises:
+        ConfigurationError: It is not a positive time; the message begins with ``what``.
+    """
+    written = text.strip().lower()
+    scale = 1e-3 if written.endswith("ms") else 1.0
+    try:
+        seconds = float(written.removesuffix("ms").removesuffix("s")) * scale
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigurationError(f"{what}: {text!r} is not a time; give 200ms, 1.5s, ...")
+    return seconds
 
 
 def is_bytes(text: str) -> bool:

@@ -36,7 +36,7 @@ from snapstream.config import DEFAULT_POLICY
 from snapstream.errors import ConfigurationError, missing_extra
 from snapstream.serving.logs import LogFormat, configure
 from snapstream.serving.settings import Example, ServerSettings
-from snapstream.sizes import parse_bytes
+from snapstream.sizes import parse_bytes, parse_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,14 @@ def serve(
         ),
     ] = 16,
     decode_steps: Annotated[int, typer.Option(help="Tokens decoded per launch.", rich_help_panel=ENGINE)] = 4,
+    max_gap: Annotated[
+        str | None,
+        typer.Option(
+            help="How long answers may wait for their next tokens while prompts are read, such as 200ms; on a CPU. "
+            "Shorter waits make prompts take longer.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None,
     memory_fraction: Annotated[
         float, typer.Option(help="Share of the device's free memory that may be used.", rich_help_panel=ENGINE)
     ] = 0.9,
@@ -238,6 +246,7 @@ def serve(
         prefix_dir=None if prefix_dir is None else str(prefix_dir),
         prefix_disk=int(prefix_disk * 2**30),
         decode_steps=decode_steps,
+        max_gap=None if max_gap is None else parse_seconds(max_gap, "max gap"),
         memory_fraction=memory_fraction,
     )
     parsed = parse_budget(budget, policy, longest_of(name, length))

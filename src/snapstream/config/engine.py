@@ -22,6 +22,8 @@ _TYPES = {
     "kv_dtype": KV_DTYPES,
     "prefix_kv_dtype": KV_DTYPES,
 }
+LONGEST_GAP = 3600
+"""Largest ``max_gap``, in seconds."""
 MOST_GUESSES = 15
 """Maximum number of draft tokens that one step can verify."""
 
@@ -38,6 +40,8 @@ class EngineConfig:
             ``None``: 512 on a CPU, and 2048 on a GPU, where launching a shorter chunk takes the host longer than
             computing it takes the device.
         decode_steps: Tokens decoded per launch. More means fewer host round trips, and later stops.
+        max_gap: On a CPU, how long running sequences may wait for their next tokens while prompts are read, in seconds,
+            as far as the time of earlier steps tells. ``None``: a chunk through all layers, and a launch.
         speculative: Source of the draft tokens that the model verifies, several in one step: ``off``; ``lookup``, which
             searches the prompt and the output so far; ``mtp``, the checkpoint's module for multi-token prediction
             (DeepSeek-V3 and R1); or ``draft-model``, a small model with the same tokenizer. The output does not change;
@@ -78,6 +82,7 @@ class EngineConfig:
     slots: int = 4
     prefill_chunk: int | None = None
     decode_steps: int = 4
+    max_gap: float | None = None
     speculative: str = "off"
     draft_model: str | None = None
     speculative_tokens: int = 7
@@ -154,6 +159,7 @@ class EngineConfig:
                 raise ConfigurationError(
                     f"engine: max_model_len is {self.max_model_len}; it must be {MIN_CAPACITY} or more"
                 )
+        self._check_gap()
         self._check_speculation()
         for name, allowed in _TYPES.items():
             if getattr(self, name) not in allowed:
@@ -162,6 +168,14 @@ class EngineConfig:
         if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
             raise ConfigurationError(
                 f"engine: memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )
+
+    def _check_gap(self) -> None:
+        gap = self.max_gap
+        is_number = isinstance(gap, int | float) and not isinstance(gap, bool)
+        if gap is not None and not (is_number and 0 < gap <= LONGEST_GAP):
+            raise ConfigurationError(
+                f"engine: max_gap is {gap!r}; it must be a number of seconds above 0, at most {LONGEST_GAP}"
             )
 
     def _check_speculation(self) -> None:

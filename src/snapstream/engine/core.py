@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 
 from snapstream.cache import CacheSizes
+from snapstream.engine.pace import Pace
 from snapstream.engine.requests.output import RequestOutput, SlotUse
 from snapstream.engine.requests.report import output_of
 from snapstream.engine.requests.request import Phase, Request
@@ -34,7 +35,9 @@ class EngineCore:
         scheduler: What goes next.
     """
 
-    def __init__(self, runner: Runner, *, slots: int, sizes: CacheSizes, spare: int) -> None:
+    def __init__(
+        self, runner: Runner, *, slots: int, sizes: CacheSizes, spare: int, max_gap: float | None = None
+    ) -> None:
         """Create a core without requests.
 
         Args:
@@ -42,8 +45,10 @@ class EngineCore:
             slots: Number of slots.
             sizes: Sizes of caches.
             spare: Bytes for compressed prompts that wait for a slot.
+            max_gap: Longest time between two launches of a sequence, in seconds; see :class:`Pace`.
         """
         self.runner = runner
+        self._pace = Pace(max_gap)
         self.table = RequestTable(slots, sizes, spare)
         self.scheduler = Scheduler(self.table, runner.lanes)
         self._sizes = sizes
@@ -231,7 +236,8 @@ class EngineCore:
         if prefill is None:
             return []
         try:
-            results = self.runner.prefill(prefill.job)
+            seconds = self._pace.seconds(self.runner.steps) if self.table.running else None
+            results = self.runner.prefill(prefill.job, seconds)
         except Exception as error:
             self.table.end_prefill(prefill)
             return self._fail_prefill(prefill.readers, error)
@@ -265,7 +271,9 @@ class EngineCore:
         for request in batch:
             if request.until_renewal <= 0:
                 self.table.place(request, self.runner.renew(request))
-        result = self.runner.decode(batch)
+        with self._pace.measured() as counts:
+            result = self.runner.decode(batch, self._pace.steps(prompts=bool(self.table.prefills)))
+            counts.append(max(map(len, result.tokens)))
         for at, request in enumerate(batch):
             tokens = result.tokens[at]
             if result.drafted is not None:

@@ -104,7 +104,8 @@ class Engine(EngineCore):
             runner = SpeculativeRunner(inner, drafter, guesses=config.guesses, eager=setup.eager)
         # Spare memory: holds compressed prompts that were prefilled for several requests until those have a slot.
         spare = self.plan.slots if plan.available is None else max(0, plan.available - self.plan.total)
-        super().__init__(runner, slots=config.slots, sizes=spec.sizes(self.types.cache), spare=spare)
+        sizes = spec.sizes(self.types.cache)
+        super().__init__(runner, slots=config.slots, sizes=sizes, spare=spare, max_gap=config.max_gap)
         give_memory_back()  # a tokenizer is built from lists that are larger than itself
 
     def add_request(

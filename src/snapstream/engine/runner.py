@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -58,9 +59,11 @@ class Runner(Protocol):
 
     Attributes:
         lanes: Tokens of the longest prompt in each lane, the longest lane first.
+        steps: Tokens that a launch decodes at most.
     """
 
     lanes: Sequence[int]
+    steps: int
 
     def begin(self, requests: Sequence[Request], lane: int) -> PrefillJob:
         """Begin the prefill of a prompt.
@@ -73,8 +76,12 @@ class Runner(Protocol):
             A job with a target for each request, for :meth:`prefill`.
         """
 
-    def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
+    def prefill(self, job: PrefillJob, seconds: float | None = None) -> list[PrefillResult | Exception] | None:
         """Take about a chunk of the prompt through all layers.
+
+        Args:
+            job: The prefill.
+            seconds: Take fewer layers if they take longer than this.
 
         Returns:
             ``None`` until the prefill is finished. Then, for each target of the job, its result or its own error.
@@ -90,8 +97,13 @@ class Runner(Protocol):
     def renew(self, request: Request) -> Placement:
         """Renew the pinned places of a request's cache; an error leaves its slot half renewed."""
 
-    def decode(self, batch: Sequence[Request]) -> StepResult:
-        """Decode one or a few tokens of each of these requests, which are all that were started and not released."""
+    def decode(self, batch: Sequence[Request], most: int | None = None) -> StepResult:
+        """Decode one or a few tokens of each of these requests, which are all that were started and not released.
+
+        Args:
+            batch: The requests.
+            most: Tokens of each at most, where a launch decodes several of them one after another.
+        """
 
     def save(self, request: Request) -> CompressedSequence | None:
         """Copy the cache that a next turn continues from; ``None`` if it cannot be restored any more."""
@@ -215,12 +227,16 @@ class ModelRunner:
                 logger.exception("the prefix cache could not be asked")
         return job
 
-    def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
+    def prefill(self, job: PrefillJob, seconds: float | None = None) -> list[PrefillResult | Exception] | None:
         """Take as much of a prompt as one chunk through all layers; see :class:`Runner`."""
+        begin = time.perf_counter()
         with current_device(self.device):
-            for _ in range(self.spec.cached_layers):
+            for number in range(1, self.spec.cached_layers + 1):
                 self.prefiller.advance(job)
                 if job.finished or job.failed:
+                    break
+                took = time.perf_counter() - begin
+                if seconds is not None and took * (number + 1) / number > seconds:  # the next one would be too long
                     break
         if not job.finished and not job.failed:
             return None
@@ -273,11 +289,11 @@ class ModelRunner:
         with current_device(self.device):
             return self.decoder.renew(request.own_slot, placement, request.decoded, position, request.budget)
 
-    def decode(self, batch: Sequence[Request]) -> StepResult:
+    def decode(self, batch: Sequence[Request], most: int | None = None) -> StepResult:
         """Decode a few tokens of each request; see :class:`Runner`."""
         keep = any(request.keep for request in batch)
         logprobs = any(request.params.logprobs is not None for request in batch)
-        steps = self._steps_of(batch, keep)
+        steps = min(self._steps_of(batch, keep), most or self.steps)
         forced = _next_forced(batch, {request.own_slot: steps for request in batch})
         # One mask for all steps: those before the last one take forced tokens.
         coming = {slot: tokens[: steps - 1] for slot, tokens in forced.items()}

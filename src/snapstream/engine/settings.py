@@ -136,6 +136,8 @@ def set_up(model: str, budget: Budget, config: EngineConfig, *, must_exist: bool
             )
         spec = spec.with_next_token()
     device = choose_device(config.device, must_exist=must_exist)
+    if config.max_gap is not None and device.type != "cpu":
+        raise ConfigurationError(f"max_gap is {config.max_gap}, which works on a CPU only; leave it out on {device}")
     dtype = choose_dtype(config.dtype, spec.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, spec.max_position)
     spec = spec.for_sequences_of(max_model_len).that_takes_back(inputs_to_keep(config))

@@ -38,7 +38,7 @@ class SpeculativeRunner:
             guesses: Maximum number of draft tokens per request and step.
             eager: Whether the drafter's graphs are not captured.
         """
-        self.lanes = inner.lanes
+        self.lanes, self.steps = inner.lanes, inner.steps
         self.drafter: Drafter | None = drafter
         self.cost = StepCost()
         self._inner, self._guesses = inner, guesses
@@ -51,9 +51,9 @@ class SpeculativeRunner:
         """Begin a prefill."""
         return self._inner.begin(requests, lane)
 
-    def prefill(self, job: PrefillJob) -> list[PrefillResult | Exception] | None:
+    def prefill(self, job: PrefillJob, seconds: float | None = None) -> list[PrefillResult | Exception] | None:
         """Go on with a prefill."""
-        return self._inner.prefill(job)
+        return self._inner.prefill(job, seconds)
 
     def start(self, request: Request) -> Token | None:
         """Draw a request's first token; nothing is known yet of how well its tokens can be guessed."""
@@ -64,14 +64,14 @@ class SpeculativeRunner:
         """Renew the pinned places of a request's cache."""
         return self._inner.renew(request)
 
-    def decode(self, batch: Sequence[Request]) -> StepResult:
+    def decode(self, batch: Sequence[Request], most: int | None = None) -> StepResult:
         """Verify draft tokens, or decode a few tokens if there are none."""
         if self.drafter is not None:
             self._attempt(lambda drafter: drafter.prepare(batch))
         began = time.perf_counter()
         guesses = self._guess(batch)
         if guesses is None:
-            result = self._inner.decode(batch)
+            result = self._inner.decode(batch, most)
             self.cost.saw_plain(len(batch), (time.perf_counter() - began) / max(map(len, result.tokens)))
             return result
         result = self._inner.verify(batch, guesses)
