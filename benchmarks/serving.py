@@ -180,7 +180,7 @@ def write_tokenizer(file: Path, directory: Path) -> None:
     """Write the tokenizer of a GGUF file as ``transformers`` reads it."""
     from snapstream.models.gguf import load_gguf_tokenizer
 
-    load_gguf_tokenizer(file).whole().save_pretrained(directory)
+    load_gguf_tokenizer(file).full_tokenizer().save_pretrained(directory)
 
 
 def numbers(text: str) -> list[int]:

@@ -1,8 +1,11 @@
 """Tensors in one block of memory: each has its own part of it, and is as good as any other."""
 
+import ctypes
 import errno
 import gc
 import mmap
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +61,34 @@ def test_no_memory_is_said_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(pages.mmap, "mmap", refuse)
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
         load_model(tmp_path, load_spec(tmp_path), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
+@pytest.mark.parametrize("is_old", [False, True])
+def test_planned_memory_is_committed(is_old, monkeypatch):
+    """Also where the system does not know how to populate pages."""
+
+    def resident():
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+    if is_old:
+        monkeypatch.setattr(pages, "_madvise", lambda: None)
+    before = resident()
+    made = pages.tensors_of_zeros([((2**24,), torch.float32), ((5,), torch.bfloat16)])
+    assert resident() - before > 60 * 1024  # of 64 MiB
+    assert not any(tensor.any() for tensor in made)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="not Linux")
+def test_memory_that_cannot_be_committed(monkeypatch):
+    def refuse(*args):
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(pages, "_madvise", lambda: refuse)
+    with pytest.raises(MemoryError, match="not enough memory for 4032 bytes"):
+        pages.tensors_of_zeros([((1000,), torch.float32)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,7 @@
-"""Functions that devices may have kernels for.
+"""Operators with kernels per device, called directly.
 
-Compiled code sees an operator of torch (``torch.library.custom_op``). Other code does not call it. Its first call
-imports torch's compiler, which takes longer than torch itself, and every call takes tens of microseconds.
+Compiled code sees an operator of torch (``torch.library.custom_op``). Eager code does not call it: the first call of
+one imports torch's compiler, which takes longer than torch itself, and every call takes tens of microseconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ R = TypeVar("R")
 
 
 class Operator(Generic[P, R]):
-    """A function of tensors, and what runs in its place.
+    """A function of tensors, without gradients, and the kernel that runs in its place.
 
     Args:
         name: Its name in compiled code.
         plain: The function in plain torch.
-        shape: Makes the results without their contents, for tensors on the meta device.
-        changes: Names of arguments that it writes to.
+        shape: Its fake (meta) kernel: makes the results without their contents.
+        changes: Names of arguments that it writes to (``mutates_args``).
     """
 
     def __init__(self, name: str, plain: Callable[P, R], shape: Callable[..., R], changes: Sequence[str] = ()) -> None:
@@ -34,12 +34,16 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result, from a kernel if there is one for these arguments."""
-        if torch.compiler.is_compiling():
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        is_subclass = isinstance(first, Tensor) and type(first) not in (Tensor, torch.nn.Parameter)
+        if is_subclass or torch.compiler.is_compiling():  # a fake tensor, for example
             result: R = self._compiled(*args, **kwargs)
             return result
-        first = args[0][0] if isinstance(args[0], list) else args[0]
         if isinstance(first, Tensor) and first.is_meta:
             return self._shape(*args, **kwargs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._kernel(*args, **kwargs)
         return self._kernel(*args, **kwargs)
 
     def register(self, kernel: Callable[..., R]) -> Callable[..., R]:

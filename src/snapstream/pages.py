@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import math
 import mmap
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -61,12 +63,19 @@ def _commit(block: mmap.mmap, at: int, size: int) -> None:
     page = mmap.PAGESIZE
     first = at // page * page
     start = ctypes.addressof(ctypes.c_char.from_buffer(block))
-    with contextlib.suppress(AttributeError):  # another system
-        # Through ctypes, other threads may run meanwhile.
-        advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise = _madvise()
+    if advise is not None:
         length = -(-(at + size) // page) * page - first
         if advise(ctypes.c_void_p(start + first), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
             return
         if ctypes.get_errno() == errno.ENOMEM:
             raise MemoryError(f"not enough memory for {size} bytes of weights or caches")
-    ctypes.memset(start + at, 0, size)  # an older system
+    ctypes.memset(start + at, 0, size)  # an older system, or another one
+
+
+@functools.cache
+def _madvise() -> Callable[..., int] | None:
+    """The function of the C library, if it is Linux's; other threads run while it does."""
+    if sys.platform != "linux":
+        return None
+    return ctypes.CDLL(None, use_errno=True).madvise

@@ -177,7 +177,7 @@ def test_where_one_text_is_possible_its_tokens_are_forced_several_at_once(of_pai
     llm = make(of_pairs, BUDGET, decode_steps=3)
     launches = []
     decode = llm.engine.runner.decode
-    llm.engine.runner.decode = lambda batch: launches.append(len(batch)) or decode(batch)
+    llm.engine.runner.decode = lambda batch, most: launches.append(len(batch)) or decode(batch, most)
     output = llm.generate("text ", shaped(choice=[text]))[0]
     assert output.text == text
     assert len(launches) == -(-(output.token_count - 1) // 3)

@@ -142,8 +142,8 @@ def test_an_error_at_the_end_of_a_prompt(llm, monkeypatch):
     runner = llm.engine.runner
     prefill = runner.prefill
 
-    def ending(job):
-        if prefill(job) is not None:
+    def ending(job, seconds):
+        if prefill(job, seconds) is not None:
             monkeypatch.undo()
             raise RuntimeError("injected")
 

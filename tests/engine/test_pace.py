@@ -1,14 +1,17 @@
 """A bound on how long running sequences wait while prompts are read: the same tokens, in shorter steps."""
 
+import itertools
 import time
 
 import pytest
 
 from snapstream import ConfigurationError, EngineConfig
 from snapstream.engine.pace import Pace
+from snapstream.engine.runner import StepResult
 from snapstream.engine.settings import set_up
 from snapstream.sizes import parse_seconds
 from tests.checkpoints import prompt
+from tests.engine.requests.fake import FakeRunner, ask, make_core
 from tests.engine.test_engine import greedy, make
 
 
@@ -34,7 +37,7 @@ def test_decoding_takes_half_of_the_time_at_most_unless_a_step_is_longer(monkeyp
         with pace.measured() as counts:
             clock[0] += 4 * step
             counts.append(4)
-    assert pace.steps(prompts=False) is None
+    assert pace.steps(prompts=False) == max(1, int(0.1 / step + 1e-9))
     assert min(4, pace.steps(prompts=True)) == steps
     assert pace.seconds(4) == pytest.approx(seconds)
 
@@ -79,6 +82,59 @@ def test_tokens_are_the_same_and_steps_are_shorter(checkpoint, monkeypatch, spec
         got, most, _ = run(bound)
         assert got == want
         assert most == expected
+
+
+@pytest.mark.parametrize("bound", [0.05, 0.1, 0.3])
+def test_running_sequences_get_tokens_in_time(monkeypatch, bound):
+    """With a clock of its own: a layer takes 15 ms, a decode step 10 ms and 2 ms per sequence."""
+    clock, launches = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Runner(FakeRunner):
+        def prefill(self, job, seconds=None):
+            begin = clock[0]
+            for _ in range(20):
+                clock[0] += 0.015
+                if seconds is not None and clock[0] - begin + 0.015 > seconds:
+                    break
+            return super().prefill(job)
+
+        def decode(self, batch, most=None):
+            steps = min(self.steps, most or self.steps)
+            clock[0] += steps * (0.010 + 0.002 * len(batch))
+            launches.append((clock[0], steps))
+            done = super().decode(batch)
+            return StepResult([tokens[:steps] for tokens in done.tokens])
+
+    core = make_core(slots=4, max_gap=bound, kind=Runner)
+    for number in range(12):
+        core.add(ask(str(number), 40, tokens=60))
+    finished = 0
+    while core.busy:
+        finished += sum(output.finished for output in core.step())
+    assert finished == 12
+    gaps = [late - early for (early, _), (late, _) in itertools.pairwise(launches)]
+    assert max(gaps) <= bound * 1.1
+    assert sum(gaps) / len(gaps) > 0.3 * bound or bound == 0.3  # the time is used
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_a_step_takes(monkeypatch, drafts):
+    """A step that verifies draft tokens takes its time, however many are accepted."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Runner(FakeRunner):
+        def decode(self, batch, most=None):
+            clock[0] += 0.04
+            done = super().decode(batch)
+            return StepResult(done.tokens, [3] * len(batch)) if drafts else done
+
+    core = make_core(max_gap=0.1, kind=Runner)
+    core.add(ask("one", 10, tokens=20))
+    for _ in range(4):
+        core.step()
+    assert core._pace.steps(prompts=True) == (1 if drafts else 5)
 
 
 def test_it_is_checked(checkpoint):

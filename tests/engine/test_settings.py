@@ -27,12 +27,29 @@ from tests.checkpoints import save_checkpoint
             {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
         ),
         ({"repetition_penalty": 1.05, "min_p": 0.1}, {"repetition_penalty": 1.05, "min_p": 0.1}),
+        ({"temperature": None, "top_k": -1}, {"top_k": 0}),
+        ([1], {}),
+        ("text", {}),
     ],
 )
 def test_sampling_defaults(tmp_path, written, expected):
     if written is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(written))
     assert load_sampling_defaults(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("wrong", ['"20"', "NaN", "true", "-2", "[1]", "1e999", "{}"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
+def test_wrong_sampling_defaults_are_left_out(tmp_path, name, wrong, caplog):
+    (tmp_path / "generation_config.json").write_text(f'{{"{name}": {wrong}, "eos_token_id": 3}}')
+    assert load_sampling_defaults(str(tmp_path)) == {}
+    assert name in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100000, "\0"])
+def test_sampling_defaults_that_cannot_be_read(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    assert load_sampling_defaults(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize(

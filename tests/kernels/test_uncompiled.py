@@ -3,6 +3,8 @@
 import importlib
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from snapstream.kernels.counting import peak_of
 from snapstream.kernels.uncompiled import _StandIn, without_compiler
 
+ROOT = Path(__file__).parents[2]
 STANDING_IN = ("torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy")
 # A process of its own: in this one, other tests may have imported anything.
 PLAN = """
@@ -70,11 +73,6 @@ def test_nothing_is_left_after_an_error(missing):
     with pytest.raises(RuntimeError, match="broadcast"), without_compiler(), without_compiler():
         shapes(33)
     assert not any(name in sys.modules for name in STANDING_IN)
-    with without_compiler():  # marks are taken back, so that the compiler sees them when it is there
-        wanted = []
-        sys.modules["torch._dynamo"].disable = lambda function, *args, **settings: wanted.append(function) or function
-        shapes()
-    assert wanted
 
 
 def test_others_get_the_module_itself(missing):
@@ -83,7 +81,64 @@ def test_others_get_the_module_itself(missing):
 
         assert sympy.Integer(3) + 1 == 4
         assert importlib.import_module("sympy").__file__
+        assert not any(isinstance(sys.modules.get(name), _StandIn) for name in STANDING_IN)
     assert "sympy" in sys.modules
+
+
+def test_other_threads_get_the_module_itself(missing):
+    found = []
+
+    def look():
+        import sympy
+
+        found.append(sympy.Basic)
+
+    with without_compiler():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [importlib.import_module("sympy").Basic]
+
+
+# A process of its own, because torch marks a function once, and shares its compiler.
+COMPILE = """
+import sys, threading
+import torch
+from snapstream.kernels.uncompiled import without_compiler
+from tests.kernels.test_uncompiled import shapes
+def look():
+    import torch.fx.experimental.symbolic_shapes
+with without_compiler():
+    shapes()
+    if {others}:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        shapes()
+    elif {inside}:
+        torch.compile(lambda x: x + 1, backend="eager", dynamic=True)(torch.ones(3))
+        shapes()
+assert not hasattr(torch.where, "__dynamo_disable")
+compiled = torch.compile(lambda x, n: torch.where(x > n, x * 2, x[: x.shape[0] // 2].sum()), backend="eager", dynamic=True)
+for size in (4, 6, 9):
+    x = torch.arange(float(size))
+    assert torch.equal(compiled(x, 2), torch.where(x > 2, x * 2, x[: size // 2].sum()))
+import sympy, torch._dynamo
+assert isinstance(sympy.Integer(2), sympy.Basic)
+assert torch.fx.experimental.symbolic_shapes.guard_or_false is not bool
+wanted = []
+disable = torch._dynamo.disable
+torch._dynamo.disable = lambda function, *args, **settings: wanted.append(function) or disable(function, *args, **settings)
+shapes()
+assert {others} or {inside} or wanted  # marks were taken back
+"""
+
+
+@pytest.mark.parametrize(("others", "inside"), [(False, False), (True, False), (False, True)])
+def test_the_compiler_works_afterwards(others, inside):
+    code = COMPILE.format(others=others, inside=inside)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_is_imported_stays():

@@ -1,5 +1,7 @@
 """Tokenizers that do without transformers: the same results as its own, which is made when it is asked for."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import threading
@@ -25,8 +27,8 @@ def lazy(tmp_path):
     return made
 
 
-def is_whole(tokenizer):
-    return vars(tokenizer)["_whole"] is not None
+def is_full(tokenizer):
+    return vars(tokenizer)["_full"] is not None
 
 
 def test_texts_and_tokens_are_those_of_transformers(lazy):
@@ -43,7 +45,7 @@ def test_texts_and_tokens_are_those_of_transformers(lazy):
             for skip in (True, False):
                 got = lazy.decode(tokens, skip_special_tokens=skip)
                 assert got == peer.decode(tokens, skip_special_tokens=skip)
-    assert not is_whole(lazy)
+    assert not is_full(lazy)
 
 
 def load_peer(lazy):
@@ -72,7 +74,7 @@ def test_the_vocabulary_is_that_of_transformers(lazy):
     for name in names:
         assert getattr(lazy, name) == getattr(peer, name)
         assert getattr(lazy, f"{name}_id") == getattr(peer, f"{name}_id")
-    assert not is_whole(lazy)
+    assert not is_full(lazy)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +96,70 @@ def test_the_vocabulary_is_that_of_transformers(lazy):
 )
 def test_everything_else_goes_to_transformers(lazy, ask):
     assert ask(lazy) == ask(load_peer(lazy))
-    assert is_whole(lazy)
+    assert is_full(lazy)
+
+
+@pytest.mark.parametrize("kind", ["llama2", "qwen2"])
+@pytest.mark.parametrize("named", [{}, {"unk": 0}, {"pad": 60}, {"unk": 0, "pad": 0}])
+def test_nothing_changes_when_the_full_tokenizer_is_created(kind, named, tmp_path):
+    """A file may name tokens that it does not call special ones."""
+    path = tmp_path / "model.gguf"
+    write(path, kind, change=lambda writer: [getattr(writer, f"add_{name}_token_id")(n) for name, n in named.items()])
+    lazy = load_tokenizer(str(path))
+    texts = [*TEXTS, "<unk>", *lazy.convert_ids_to_tokens([0, 60])]
+
+    def seen():
+        tokens = [lazy.encode(text) for text in texts]
+        decoded = [lazy.decode(each, skip_special_tokens=skip) for each in [*tokens, [0, 60]] for skip in (True, False)]
+        return tokens, decoded, [*map(str, lazy.added_tokens_decoder.items())], len(lazy)
+
+    before = seen()
+    assert not is_full(lazy)
+    lazy.full_tokenizer()
+    assert seen() == before
+
+
+def test_settings_of_a_call_end_with_it(lazy):
+    tokens = lazy.encode("the the the")
+    assert len(lazy.encode("the the the", truncation=True, max_length=2)) == 2
+    assert lazy.encode("the the the") == tokens
+    lazy.pad_token = lazy.eos_token
+    assert len(lazy("the", padding="max_length", max_length=9)["input_ids"]) == 9
+    assert lazy.encode("the the the") == tokens
+    lazy("<|turn|>", split_special_tokens=True)
+    assert lazy.encode("<|turn|>") == load_peer(lazy).encode("<|turn|>")
+
+
+def test_named_tokens_can_be_changed(lazy):
+    lazy.pad_token = lazy.eos_token
+    assert lazy.pad_token == lazy.eos_token
+    assert lazy.pad_token_id == lazy.eos_token_id
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_it_can_be_copied(lazy, full):
+    if full:
+        lazy.chat_template = "other"
+    for other in (copy.deepcopy(lazy), pickle.loads(pickle.dumps(lazy))):
+        assert other.encode("the the\n12") == lazy.encode("the the\n12")
+        assert other.chat_template == lazy.chat_template
+        assert other.eos_token_id == lazy.eos_token_id
+    assert is_full(lazy) == full
+
+
+def test_texts_are_tokenized_while_the_full_tokenizer_is_created(lazy):
+    text = "the 12 naïve " * 20000
+    want = lazy.encode(text)
+    thread = threading.Thread(target=lazy.full_tokenizer)
+    thread.start()
+    found = [lazy.encode(text) for _ in range(3)]
+    thread.join()
+    assert found == [want] * 3
 
 
 def test_it_is_made_once_and_can_be_changed(lazy):
     made = []
-    threads = [threading.Thread(target=lambda: made.append(lazy.whole())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: made.append(lazy.full_tokenizer())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -382,7 +382,7 @@ def test_keys_of_either_kind(server, claude):
 
 
 def test_a_stream_that_fails_says_so(server, llm, monkeypatch):
-    def broken(batch):
+    def broken(batch, most):
         raise RuntimeError("injected")
 
     for path, body, kind in (

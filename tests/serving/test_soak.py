@@ -153,12 +153,12 @@ def break_things(server, rng, monkeypatch):
     engine, recently = server.llm.engine, [0]
     decode, save = engine.runner.decode, engine.files.save
 
-    def failing(batch):
+    def failing(batch, most):
         recently[0] += 1
         if recently[0] > 100 and rng.random() < 0.005:
             recently[0] = 0
             raise RuntimeError("on purpose")
-        return decode(batch)
+        return decode(batch, most)
 
     def full(*given, **named):
         if int(time.monotonic()) % 3 == 0:

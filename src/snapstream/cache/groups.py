@@ -111,7 +111,8 @@ def make_caches(
     if device.type == "cpu" and sum(math.prod(shape) * dtype.itemsize for shape, dtype in every) >= SMALLEST_BLOCK:
         with contextlib.suppress(MemoryError):  # there may be too many blocks
             memory = tensors_of_zeros(every)
-    parts = iter(memory or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in every])
+    # Written, not only allocated: planned memory is committed from the start.
+    parts = iter(memory or [torch.zeros(shape, dtype=dtype, device=device).zero_() for shape, dtype in every])
     made = (list(itertools.islice(parts, len(layer))) for layer in shapes)
     return [wanted[layer][0].made_of(tensors, entry_type) for layer, tensors in enumerate(made)]
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, get_type_hints
@@ -301,12 +302,15 @@ def say_what_a_shipped_model_is(model: str) -> None:
 def quiet() -> Iterator[None]:
     """Suppress the messages of transformers, without importing it."""
     library, name = logging.getLogger("transformers"), "TRANSFORMERS_VERBOSITY"  # which it reads when it is imported
-    level, stated = library.level, os.environ.get(name)
+    level, stated, was_there = library.level, os.environ.get(name), "transformers" in sys.modules
     library.setLevel(logging.ERROR)
     os.environ[name] = "error"
     try:
         yield
     finally:
-        library.setLevel(level or logging.WARNING)
         del os.environ[name]
         os.environ.update({} if stated is None else {name: stated})
+        if not was_there and "transformers" in sys.modules:  # the level that it would have set itself
+            wanted = logging.getLevelName((stated or "warning").upper())
+            level = wanted if isinstance(wanted, int) else logging.WARNING
+        library.setLevel(level)

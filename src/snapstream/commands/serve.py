@@ -150,8 +150,8 @@ def serve(
     max_gap: Annotated[
         str | None,
         typer.Option(
-            help="How long answers may wait for their next tokens while prompts are read, such as 200ms; on a CPU. "
-            "Shorter waits make prompts take longer.",
+            help="Target for the longest time between two tokens of an answer, such as 200ms; on a CPU only. Prompts "
+            "then wait longer for their first token.",
             rich_help_panel=ENGINE,
         ),
     ] = None,

@@ -40,8 +40,8 @@ class EngineConfig:
             ``None``: 512 on a CPU, and 2048 on a GPU, where launching a shorter chunk takes the host longer than
             computing it takes the device.
         decode_steps: Tokens decoded per launch. More means fewer host round trips, and later stops.
-        max_gap: On a CPU, how long running sequences may wait for their next tokens while prompts are read, in seconds,
-            as far as the time of earlier steps tells. ``None``: a chunk through all layers, and a launch.
+        max_gap: Target for the longest time between two tokens of a sequence, in seconds; on a CPU only. See
+            :class:`snapstream.engine.pace.Pace`.
         speculative: Source of the draft tokens that the model verifies, several in one step: ``off``; ``lookup``, which
             searches the prompt and the output so far; ``mtp``, the checkpoint's module for multi-token prediction
             (DeepSeek-V3 and R1); or ``draft-model``, a small model with the same tokenizer. The output does not change;

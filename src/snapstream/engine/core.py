@@ -45,7 +45,7 @@ class EngineCore:
             slots: Number of slots.
             sizes: Sizes of caches.
             spare: Bytes for compressed prompts that wait for a slot.
-            max_gap: Longest time between two launches of a sequence, in seconds; see :class:`Pace`.
+            max_gap: See :class:`Pace`.
         """
         self.runner = runner
         self._pace = Pace(max_gap)
@@ -273,7 +273,8 @@ class EngineCore:
                 self.table.place(request, self.runner.renew(request))
         with self._pace.measured() as counts:
             result = self.runner.decode(batch, self._pace.steps(prompts=bool(self.table.prefills)))
-            counts.append(max(map(len, result.tokens)))
+            # A step that verifies draft tokens takes its time however many are accepted.
+            counts.append(1 if result.drafted is not None else max(map(len, result.tokens)))
         for at, request in enumerate(batch):
             tokens = result.tokens[at]
             if result.drafted is not None:

@@ -1,4 +1,4 @@
-"""How a step's time is shared between prompts and decoding, so that running sequences do not wait too long."""
+"""How the time of an engine's step is shared between prefill and decoding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ DECODING = 0.5
 
 
 class Pace:
-    """Keeps the time between two launches of a sequence below a bound, by what the last ones took.
+    """Aims at a longest time between two launches, in which running sequences get their tokens.
 
-    It counts on work that is done when a call returns, as on a CPU.
+    It predicts launches from those before, which must have been done when their calls returned, as on a CPU. A step
+    takes longer where a single layer of a chunk does, or where the batch has just grown.
 
     Args:
-        max_gap: The bound in seconds; ``None`` for none: a step is a chunk and a whole launch.
+        max_gap: The target in seconds; ``None`` for none: a step is a chunk through all layers, and a whole launch.
     """
 
     def __init__(self, max_gap: float | None) -> None:
@@ -26,13 +27,13 @@ class Pace:
         self._step: float | None = None  # seconds, on average
 
     def steps(self, *, prompts: bool) -> int | None:
-        """Most steps of the next launch, if it shares the time with prompts; ``None`` for as many as there are."""
-        if self.max_gap is None or self._step is None or not prompts:
+        """Most decode steps of the next launch; ``None`` for as many as the launch has."""
+        if self.max_gap is None or self._step is None:
             return None
-        return max(1, int(self.max_gap * DECODING / self._step))
+        return max(1, int(self.max_gap * (DECODING if prompts else 1.0) / self._step))
 
     def seconds(self, most: int) -> float | None:
-        """Time for prompts before the next launch of at most so many steps; ``None`` for a chunk."""
+        """Seconds for prefill before the next launch of at most so many steps; ``None`` for a whole chunk."""
         if self.max_gap is None:
             return None
         steps = min(most, self.steps(prompts=True) or most)

@@ -81,7 +81,7 @@ class Runner(Protocol):
 
         Args:
             job: The prefill.
-            seconds: Take fewer layers if they take longer than this.
+            seconds: Take fewer layers, but at least one, if the next one would probably end later than this.
 
         Returns:
             ``None`` until the prefill is finished. Then, for each target of the job, its result or its own error.

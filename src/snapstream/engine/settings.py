@@ -14,12 +14,12 @@ from snapstream.assets import PACKAGED
 from snapstream.attention import AttentionBackend, choose_backend
 from snapstream.attention.sdpa import SdpaAttention
 from snapstream.cache import EntryType
-from snapstream.config import CacheBudget, EngineConfig
+from snapstream.config import CacheBudget, EngineConfig, SamplingParams
 from snapstream.config.engine import QUANTIZED
 from snapstream.config.policy import most_queries
 from snapstream.engine.cache_settings import Budget, choose_cache, choose_entry_type
 from snapstream.engine.decode.lagging import inputs_to_keep
-from snapstream.errors import CheckpointError, ConfigurationError, first_line
+from snapstream.errors import CheckpointError, ConfigurationError, RequestError, first_line
 from snapstream.kernels.products import keeps_blocks
 from snapstream.models.files import resolve_config
 from snapstream.models.gguf import is_gguf, load_gguf_tokenizer
@@ -295,9 +295,23 @@ def load_sampling_defaults(checkpoint: str) -> dict[str, Any]:
         return next((dict(one.sampling) for one in PACKAGED.values() if one.file == Path(checkpoint).name), {})
     try:
         proposed = json.loads((Path(checkpoint) / "generation_config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(proposed, dict):
         return {}
+    if proposed.get("top_k") == -1:  # as vLLM writes that there is no limit
+        proposed["top_k"] = 0
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: proposed[name] for name in names if proposed.get(name) is not None}
+    return {name: proposed[name] for name in names if _is_allowed(checkpoint, name, proposed.get(name))}
+
+
+def _is_allowed(checkpoint: str, name: str, value: Any) -> bool:
+    """Whether a sampling parameter may have a value; one that it may not have is left out, and the log says so."""
+    if value is None:
+        return False
+    try:
+        SamplingParams(**{name: value})
+    except (ConfigurationError, RequestError, TypeError) as error:
+        logger.warning("%s: generation_config.json is ignored where it is wrong: %s", checkpoint, first_line(error))
+        return False
+    return True

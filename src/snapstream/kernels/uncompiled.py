@@ -1,11 +1,17 @@
-"""Lets tensors on the meta device do without torch's compiler, which takes longer to import than torch itself."""
+"""Keeps torch from importing its compiler, which takes longer to import than torch itself, and 140 MB.
+
+It relies on how torch 2.11 to 2.13 writes functions of the meta device: they are marked by ``torch._dynamo.disable``
+when they are first called, and ask ``symbolic_shapes`` about sizes. Another version that asks for something else gets
+the compiler itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,19 +20,22 @@ _COMPILER, _SHAPES = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 
 
 class _StandIn(ModuleType):
-    """Has what the meta device needs of a module of torch's compiler.
+    """A module with the members that the meta device needs, for one thread and as long as it is in ``sys.modules``.
 
-    Whoever wants anything else, in another thread, gets the module itself.
+    Whoever wants anything else makes all stand-ins leave, and gets the module itself.
     """
 
-    def __init__(self, name: str, **members: Any) -> None:
+    def __init__(self, name: str, members: Mapping[str, Any], others: list[_StandIn]) -> None:
         super().__init__(name)
-        vars(self).update(members)
+        self._members, self._others, self._thread = members, others, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
         if name == "__path__" and self.__name__ == _SHAPES:  # `from` asks whether it is a package, which it is not
             raise AttributeError(name)
-        self.leave()
+        if name in self._members and self._thread == threading.get_ident() and sys.modules.get(self.__name__) is self:
+            return self._members[name]
+        for each in self._others:
+            each.leave()
         return getattr(importlib.import_module(self.__name__), name)
 
     def leave(self) -> None:
@@ -37,11 +46,10 @@ class _StandIn(ModuleType):
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keep torch from importing its compiler, which takes 140 MB.
+    """Let tensors on the meta device do without the compiler.
 
-    Functions of the meta device are written in Python. When such a function is first called, torch marks it as not to
-    be compiled; marks that are made here are taken back at the end. Functions also ask about sizes and conditions on
-    them. Only in the compiler may these be symbols; here they are numbers.
+    Sizes may be symbols in compiled code; here they are numbers. Functions are marked as not to be compiled when they
+    are first called; marks that are made here are taken back at the end.
     """
     marked: list[Callable[..., Any]] = []
 
@@ -50,7 +58,7 @@ def without_compiler() -> Iterator[None]:
         return function
 
     class Symbol:
-        """No size is one."""
+        """What no size is."""
 
     of_numbers: dict[str, Callable[..., Any]] = {
         **dict.fromkeys(_CONDITIONS, bool),
@@ -66,9 +74,10 @@ def without_compiler() -> Iterator[None]:
         _SHAPES: of_numbers,
         "sympy": {"Basic": Symbol},
     }
-    stand_ins = [_StandIn(name, **members) for name, members in modules.items() if name not in sys.modules]
-    sys.modules.update({each.__name__: each for each in stand_ins})
+    stand_ins: list[_StandIn] = []
+    stand_ins += [_StandIn(name, members, stand_ins) for name, members in modules.items() if name not in sys.modules]
     try:
+        sys.modules.update({each.__name__: each for each in stand_ins})
         yield
     finally:
         for each in stand_ins:

@@ -15,118 +15,146 @@ _PLAIN = {"return_attention_mask": False, "return_token_type_ids": False}
 
 
 class LazyTokenizer:
-    """Behaves as a ``PreTrainedTokenizerFast``, which is made when one of its other members is used.
+    """Stands in for a ``PreTrainedTokenizerFast``, created on first use of anything that is not defined here.
 
-    Those that are here need the ``tokenizers`` library alone. They have the names, parameters and results of
-    ``transformers``; calls with other parameters, chat templates and everything else go to its tokenizer.
+    What is defined here needs only the ``tokenizers`` library, and has the names, parameters and results that
+    ``transformers`` has for them. Once there is a full tokenizer, it does everything, because ``transformers`` leaves
+    settings of a call, such as truncation, in the backend until its own next call.
 
     Args:
-        made: The ``tokenizers.Tokenizer``.
+        backend: The ``tokenizers.Tokenizer``. All named tokens are among its added tokens.
         named: Special tokens by name: ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token``.
         chat_template: The chat template, if there is one.
     """
 
-    def __init__(self, made: Any, named: dict[str, str], chat_template: str | None) -> None:
-        own = {"_made": made, "_named": named, "_template": chat_template, "_whole": None, "_making": threading.Lock()}
-        vars(self).update(own)
+    def __init__(self, backend: Any, named: dict[str, str], chat_template: str | None) -> None:
+        # The lock is held while the backend is used from here, since creating the full tokenizer changes it.
+        own = {"_backend": backend, "_named": named, "_template": chat_template, "_full": None}
+        vars(self).update(own, _lock=threading.RLock())
 
     # -- texts and tokens ---------------------------------------------------------------------------------------------
 
     @property
     def backend_tokenizer(self) -> Any:
         """The ``tokenizers.Tokenizer``."""
-        return self._made
+        return self._backend
 
     def __call__(self, text: Any, *args: Any, add_special_tokens: bool = True, **settings: Any) -> Any:
         """Tokenize a text; as in ``transformers``."""
         offsets = settings.pop("return_offsets_mapping", False)
-        if type(text) is not str or args or settings != _PLAIN:
-            own = {"add_special_tokens": add_special_tokens, "return_offsets_mapping": offsets}
-            return self.whole()(text, *args, **own, **settings)
-        encoded = self._made.encode(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": encoded.ids} | ({"offset_mapping": encoded.offsets} if offsets else {})
+        with self._lock:
+            if self._full is None and type(text) is str and not args and settings == _PLAIN:
+                encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+                return _Encoding({"input_ids": encoded.ids} | ({"offset_mapping": encoded.offsets} if offsets else {}))
+        settings |= {"add_special_tokens": add_special_tokens, "return_offsets_mapping": offsets}
+        return self.full_tokenizer()(text, *args, **settings)
 
     def encode(self, text: Any, *args: Any, add_special_tokens: bool = True, **settings: Any) -> list[int]:
         """The tokens of a text; as in ``transformers``."""
-        if type(text) is not str or args or settings:
-            tokens: list[int] = self.whole().encode(text, *args, add_special_tokens=add_special_tokens, **settings)
-        else:
-            tokens = self._made.encode(text, add_special_tokens=add_special_tokens).ids
+        with self._lock:
+            if self._full is None and type(text) is str and not args and not settings:
+                tokens: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return tokens
+        tokens = self.full_tokenizer().encode(text, *args, add_special_tokens=add_special_tokens, **settings)
         return tokens
 
-    def decode(self, tokens: Any, skip_special_tokens: bool = False, **settings: Any) -> Any:
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **settings: Any) -> Any:
         """The text of tokens; as in ``transformers``."""
-        if isinstance(tokens, list) and all(type(each) is int for each in tokens) and not settings:
-            return self._made.decode(tokens, skip_special_tokens=skip_special_tokens)
-        return self.whole().decode(tokens, skip_special_tokens=skip_special_tokens, **settings)
+        is_plain = isinstance(token_ids, list) and all(type(each) is int for each in token_ids) and not settings
+        with self._lock:
+            if self._full is None and is_plain:
+                return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.full_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens, **settings)
 
     # -- the vocabulary -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return int(self._made.get_vocab_size(with_added_tokens=True))
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def __bool__(self) -> bool:
+        return True
 
     def get_vocab(self) -> dict[str, int]:
         """All tokens and their numbers."""
-        return dict(self._made.get_vocab(with_added_tokens=True))
+        return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]:
         """Special and other added tokens, by their numbers."""
-        return dict(sorted(self._made.get_added_tokens_decoder().items()))
+        return dict(sorted(self._backend.get_added_tokens_decoder().items()))
 
     def get_added_vocab(self) -> dict[str, int]:
         """Special and other added tokens, and their numbers."""
         return {token.content: number for number, token in self.added_tokens_decoder.items()}
 
-    def convert_ids_to_tokens(self, tokens: int | Sequence[int], **settings: Any) -> Any:
+    def convert_ids_to_tokens(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> Any:
         """The tokens with these numbers; as in ``transformers``."""
-        if settings:
-            return self.whole().convert_ids_to_tokens(tokens, **settings)
-        if isinstance(tokens, int):
-            return self._made.id_to_token(tokens)
-        return [self._made.id_to_token(int(each)) for each in tokens]
+        if skip_special_tokens:
+            return self.full_tokenizer().convert_ids_to_tokens(ids, skip_special_tokens=True)
+        if isinstance(ids, int):
+            return self._backend.id_to_token(ids)
+        return [self._backend.id_to_token(int(each)) for each in ids]
 
     @property
     def chat_template(self) -> Any:
         """The chat template, if there is one."""
-        return self._template if self._whole is None else self._whole.chat_template
+        return self._template if self._full is None else self._full.chat_template
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
-    def whole(self) -> Any:
-        """The ``PreTrainedTokenizerFast``; made once, whichever thread asks first."""
-        with self._making:
-            if self._whole is None:
+    def full_tokenizer(self) -> Any:
+        """The ``PreTrainedTokenizerFast``; created once, whichever thread asks first."""
+        with self._lock:
+            if self._full is None:
                 from transformers import PreTrainedTokenizerFast
 
-                vars(self)["_whole"] = PreTrainedTokenizerFast(
-                    tokenizer_object=_Uncopied(self._made),
+                vars(self)["_full"] = PreTrainedTokenizerFast(
+                    tokenizer_object=_Uncopied(self._backend),
                     chat_template=self._template,
                     clean_up_tokenization_spaces=False,
                     model_max_length=NO_LIMIT,
                     **self._named,
                 )
-        return self._whole
+        return self._full
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask for what may not be there
+        if name.startswith("__"):  # asked for by whoever looks for a protocol, such as numpy's
             raise AttributeError(name)
-        named = self._named
-        if name in named:
-            return named[name]
-        if name.removesuffix("_id") in named:
-            return self._made.token_to_id(named[name.removesuffix("_id")])
-        return getattr(self.whole(), name)
+        if self._full is None:
+            if name in self._named:
+                return self._named[name]
+            if name.removesuffix("_id") in self._named:
+                return self._backend.token_to_id(self._named[name.removesuffix("_id")])
+        return getattr(self.full_tokenizer(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.whole(), name, value)
+        setattr(self.full_tokenizer(), name, value)
+
+    def __reduce__(self) -> Any:
+        if self._full is None:
+            return LazyTokenizer, (self._backend, self._named, self._template)
+        return _itself, (self._full,)
+
+
+class _Encoding(dict[str, Any]):
+    """Tokens of a text; as a ``BatchEncoding``, it has its keys as attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 class _Uncopied:
-    """Hands a tokenizer over: ``transformers`` would copy it, which takes as long as building it."""
+    """Hands a backend over: ``transformers`` would copy it, which takes as long as building it."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
 
     def __deepcopy__(self, memo: object) -> Any:
-        return self._made
+        return self._backend
+
+
+def _itself(tokenizer: Any) -> Any:
+    return tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import threading
@@ -15,7 +14,6 @@ from typing import Any
 import uvicorn
 
 from snapstream.engine import LLM
-from snapstream.errors import RequestError
 from snapstream.serving.app import create_app
 from snapstream.serving.settings import ServerSettings
 
@@ -45,6 +43,7 @@ class Server(uvicorn.Server):
         self.llm, self.settings = llm, settings
         self.application = create_app(llm, settings, on_death=self._engine_died)
         self._driver = self.application.state.parts.driver
+        self._warming = threading.Thread(target=_warm_up_chat_template, args=(llm,), daemon=True)
         super().__init__(
             uvicorn.Config(
                 self.application,
@@ -66,6 +65,8 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             drain.cancel()
+            if self._warming.is_alive():  # an import must not go on while the interpreter ends
+                await asyncio.to_thread(self._warming.join, _LAST_WORDS)
         logger.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -106,15 +107,17 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             logger.info("listening on %s", self.address())
-            threading.Thread(target=_read_template, args=(self.llm,), daemon=True).start()
+            self._warming.start()
             if self._open_page:  # in a thread, as starting a browser may block
                 threading.Thread(target=webbrowser.open, args=(self.address(),), daemon=True).start()
 
 
-def _read_template(llm: LLM) -> None:
+def _warm_up_chat_template(llm: LLM) -> None:
     """Apply the chat template once: what it needs is imported now, not when the first conversation waits for it."""
-    with contextlib.suppress(RequestError):
+    try:
         llm.chat_text([{"role": "user", "content": "."}])
+    except Exception:  # requests that need it say what is wrong
+        logger.debug("the chat template cannot be applied", exc_info=True)
 
 
 def serve(llm: LLM, settings: ServerSettings, listener: socket.socket, *, open_page: bool = False) -> bool:

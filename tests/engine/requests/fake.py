@@ -52,7 +52,7 @@ class FakeRunner:
         assert all(request.staged <= self.lanes[lane] for request in requests)
         return FakeJob(requests, lane)
 
-    def prefill(self, job):
+    def prefill(self, job, seconds=None):
         self._note("prefill", job.lane)
         job.done = min(job.done + CHUNK, len(job.tokens))
         if job.done < len(job.tokens):
@@ -69,7 +69,7 @@ class FakeRunner:
     def renew(self, request):
         return Placement.of_prompt(request.prefilled.layouts[0], BUDGET)
 
-    def decode(self, batch):
+    def decode(self, batch, most=None):
         self._note("decode", len(batch))
         assert {request.slot: request for request in batch} == self.active
         return StepResult([[Token(len(request.tokens) + at) for at in range(self.steps)] for request in batch])
@@ -107,10 +107,10 @@ class FakeText:
         return ""
 
 
-def make_core(slots=2, spare=10**6, **options):
+def make_core(slots=2, spare=10**6, max_gap=None, kind=FakeRunner, **options):
     """An engine's core over a fake runner."""
     sizes = CacheSizes([LayerGroup((0,), EntryShape(1, 1, False))], torch.float32)
-    return EngineCore(FakeRunner(**options), slots=slots, sizes=sizes, spare=spare)
+    return EngineCore(kind(**options), slots=slots, sizes=sizes, spare=spare, max_gap=max_gap)
 
 
 def ask(name, length, tokens=3, start=0):

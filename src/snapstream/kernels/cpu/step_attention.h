@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 #include <memory>
+#include <utility>
 
 #include "coded_attention.h"
 #include "step.h"
@@ -28,7 +29,7 @@ class AttentionOperations {
     };
     for (int64_t i = 0; i < s.p.count; ++i) visit(s.p.operations[i], needs);
     query_size = (query_size + 63) / 64 * 64, block_size = (block_size + 63) / 64 * 64;
-    queries = scratch.reserve<char>(threads * query_size);
+    queries = scratch.reserve<char>(threads * s.p.tokens * query_size);
     blocks = scratch.reserve<uint8_t>(threads * block_size);
     state = scratch.reserve<float>(s.p.slots * s.p.tokens * states);
   }
@@ -137,8 +138,7 @@ class AttentionOperations {
     for (int64_t i = begin; i < end; ++i) {
       const auto [slot, head, split] = spans[i];
       const int64_t first = slot * s.p.tokens, end_of_rows = first + s.tokens_of(slot);
-      for (int64_t row = first; row < end_of_rows; ++row)
-        if (split * SPLIT < s.sees(cache.group, row)) attend_span<Form>(o, row, head, split, thread);
+      attend_span<Form>(o, spans[i], thread);
       // The thread that finishes the last part of a head merges all parts, always in the same order.
       if (waiting[slot * cache.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
       for (int64_t row = first; row < end_of_rows; ++row) {
@@ -158,46 +158,62 @@ class AttentionOperations {
     return state + ((row * cache.kv_heads + head) * splits_of(cache) + split) * group * state_size(o.target.size);
   }
 
+  // Adds the entries of a split to the states of all rows of its slot: a block of entries is read once for all of them.
   template <typename Form>
-  void attend_span(const Attend& o, int64_t row, int64_t head, int64_t split, int64_t thread) {
+  void attend_span(const Attend& o, const Span& span, int64_t thread) {
     const Cache& cache = cache_of(o);
-    const int64_t slot = row / s.p.tokens, V = o.target.size, group = o.query.heads / cache.kv_heads;
-    float* states = state_of(o, row, head, split);
-    char* own = queries + thread * query_size;
-    for (int64_t g = 0; g < group; ++g) {
-      clear_state(states + g * state_size(V), V);
-      Form::prepare(o, cache, at<T>(o.query, row, head * group + g), frame_of(cache, slot, head), own + g * Form::query_bytes(cache));
+    const auto [slot, head, split] = span;
+    const int64_t V = o.target.size, group = o.query.heads / cache.kv_heads;
+    const int64_t first_row = slot * s.p.tokens, rows = s.tokens_of(slot), begin = split * SPLIT;
+    char* own = queries + thread * s.p.tokens * query_size;
+    for (int64_t row = 0; row < rows; ++row) {
+      if (s.sees(cache.group, first_row + row) <= begin) continue;
+      float* states = state_of(o, first_row + row, head, split);
+      for (int64_t g = 0; g < group; ++g) {
+        clear_state(states + g * state_size(V), V);
+        Form::prepare(o, cache, at<T>(o.query, first_row + row, head * group + g), frame_of(cache, slot, head),
+                      own + row * query_size + g * Form::query_bytes(cache));
+      }
     }
     const int64_t first = (slot * cache.kv_heads + head) * cache.entries;
     const auto *keys = static_cast<const uint8_t*>(cache.keys), *values = static_cast<const uint8_t*>(cache.values);
-    const int64_t last = std::min((split + 1) * SPLIT, s.sees(cache.group, row));
-    for (int64_t entry = split * SPLIT; entry < last; entry += ENTRIES) {
-      const int64_t n = std::min(ENTRIES, last - entry);
+    const int64_t last = std::min(begin + SPLIT, s.sees(cache.group, first_row + rows - 1));
+    for (int64_t entry = begin; entry < last; entry += ENTRIES) {
       Block block{keys + (first + entry) * cache.key_row, values + (first + entry) * cache.value_row};
-      if (s.p.tokens > 1) block = with_pending(cache, block, row, head, entry, n, thread);
-      Form::add(o, cache, own, block, n, states);
+      bool copied = false;
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t n = std::min(last, s.sees(cache.group, first_row + row)) - entry;
+        if (n <= 0) continue;
+        // Uncertain tokens are not in the cache yet: a row sees the block as it will be once the row is stored.
+        if (s.p.tokens > 1) {
+          const int64_t place = s.place(cache.group, first_row + row) - entry;
+          if (place >= 0 && place < ENTRIES) {
+            if (!std::exchange(copied, true)) block = copy_of(cache, block, std::min(ENTRIES, last - entry), thread);
+            store_pending(cache, first_row + row, head, place, thread);
+          }
+        }
+        Form::add(o, cache, own + row * query_size, block, std::min(ENTRIES, n), state_of(o, first_row + row, head, split));
+      }
     }
   }
 
-  // A block as it will be once this row and those before it are stored: uncertain tokens are not in the cache yet.
-  Block with_pending(const Cache& cache, const Block& block, int64_t row, int64_t head, int64_t entry, int64_t n, int64_t thread) {
-    const int64_t slot = row / s.p.tokens, key_row = cache.key_row, value_row = cache.value_row;
-    uint8_t *keys = blocks + thread * block_size, *values = keys + ENTRIES * key_row;
-    bool copied = false;
-    for (int64_t before = slot * s.p.tokens; before <= row; ++before) {
-      const int64_t at = s.place(cache.group, before) - entry;
-      if (at < 0 || at >= n) continue;
-      if (!copied) std::copy_n(block.keys, n * key_row, keys), std::copy_n(block.values, n * value_row, values), copied = true;
-      const int64_t from = (slot * cache.kv_heads + head) * s.p.tokens + before - slot * s.p.tokens;
-      std::copy_n(static_cast<const uint8_t*>(cache.pending_keys) + from * key_row, key_row, keys + at * key_row);
-      std::copy_n(static_cast<const uint8_t*>(cache.pending_values) + from * value_row, value_row, values + at * value_row);
-    }
-    return copied ? Block{keys, values} : block;
+  // A thread's own copy of n entries, in which uncertain tokens are stored.
+  Block copy_of(const Cache& cache, const Block& block, int64_t n, int64_t thread) {
+    uint8_t *keys = blocks + thread * block_size, *values = keys + ENTRIES * cache.key_row;
+    std::copy_n(block.keys, n * cache.key_row, keys), std::copy_n(block.values, n * cache.value_row, values);
+    return {keys, values};
+  }
+
+  void store_pending(const Cache& cache, int64_t row, int64_t head, int64_t place, int64_t thread) {
+    const int64_t slot = row / s.p.tokens, from = (slot * cache.kv_heads + head) * s.p.tokens + row % s.p.tokens;
+    uint8_t *keys = blocks + thread * block_size, *values = keys + ENTRIES * cache.key_row;
+    std::copy_n(static_cast<const uint8_t*>(cache.pending_keys) + from * cache.key_row, cache.key_row, keys + place * cache.key_row);
+    std::copy_n(static_cast<const uint8_t*>(cache.pending_values) + from * cache.value_row, cache.value_row, values + place * cache.value_row);
   }
 
   Step& s;
   int64_t most_spans = 0, most_heads = 0, query_size = 0, block_size = 0;
-  char* queries = nullptr;    // per thread, in the form in which they are multiplied
+  char* queries = nullptr;    // per thread and token, in the form in which they are multiplied
   uint8_t* blocks = nullptr;  // per thread, keys and values of a block with pending ones, as the cache has them
   float* state = nullptr;     // per row, KV head, split and head of its group
   std::unique_ptr<std::atomic<int64_t>[]> waiting;  // parts of each slot's KV head that are not done

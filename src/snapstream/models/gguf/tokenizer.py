@@ -42,7 +42,7 @@ SPLITS: dict[str, str | None] = {
 }
 """Patterns that split text before merging, by pre-tokenizer; the empty string means GPT-2's."""
 _MODELS = ("gpt2", "llama", "gemma4")
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -80,6 +80,12 @@ def load_gguf_tokenizer(path: Path) -> LazyTokenizer:
         f"{name}_token": _token(file, tokens, key)
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
+    # An ordinary token that texts are padded with stays ordinary. All other named tokens are special ones.
+    if named["pad_token"] is not None and kinds[tokens.index(named["pad_token"])] == _NORMAL:
+        named["pad_token"] = None
+    added = {token.content for token in made.get_added_tokens_decoder().values()}
+    missing = [token for token in named.values() if token is not None and token not in added]
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in missing])
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", model != "gpt2" or _split_name(file) in _BEGIN)
     if begins and named["bos_token"] is not None:
         _begin_with(made, named["bos_token"])
