@@ -167,6 +167,7 @@ bench-peers: $(STAMP) $(VLLM_STAMP) $(OPENVINO_STAMP) $(LLAMACPP_STAMP)
 
 # Servers under load: SnapStream, llama-server and vLLM (MODEL=file.gguf); two hours on a quiet machine, after a quarter of an hour to build llama-server.
 bench-serving: $(STAMP) $(VLLM_STAMP) $(LLAMA_SERVER_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt pandas  # of vLLM's benchmark
 	$(BIN)/python -m benchmarks.serving $(MODEL) --json serving.json
 
 # Files of random models of every family that llama.cpp has, in llama.cpp itself: logits and tokens.

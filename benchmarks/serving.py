@@ -1,9 +1,8 @@
 """Servers under load, measured by vLLM's own benchmark: ``make bench-serving MODEL=FILE.gguf``.
 
-Every server answers the same prompts greedily, with answers of equal length, on all cores of the process. Requests
+Every server continues the same passages of a novel greedily, by as many tokens, on all cores of the process. Requests
 arrive as a Poisson process, faster than any of the servers answers, but no more than so many clients wait at a time. A
-request's time begins when it is sent. Each row of the table is one run on a server that has answered as many requests
-at a time before::
+request's time begins when it is sent. Each row of the table is one run on a server that has answered a few before::
 
     python -m benchmarks.serving MODEL [--dense DIR] [--servers snapstream,llama-server] [--clients 1,4,16]
 
@@ -31,26 +30,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from snapstream.assets import PROSE
+from snapstream.models.gguf import load_gguf_tokenizer
 from snapstream.outputs import write_text
 
 ROOT = Path(__file__).parent.parent
 BIN, VLLM = ROOT / ".venv" / "bin", ROOT / ".venv-vllm" / "bin"
 LLAMA = ROOT / ".venv-llama-server"
 BUDGET, ANSWER, SPARE = 2048, 100, 92
+MARGIN = 8  # tokens fewer than a prompt may have, as a passage may be split otherwise when it is read
 BLOCK = 32  # tokens in a block of vLLM's caches
 ARRIVING = 4000  # tokens of prompts per second and client, more than any server reads
 NAME = "model"
 ALL = ("snapstream", "llama-server", "llama-server (same memory)", "vllm", "vllm (same memory)", "vllm with the plugin")
-READY_SECONDS, SAMPLE_SECONDS = 600, 1.0
+READY_SECONDS, SAMPLE_SECONDS = 600, 5.0
 LOAD = """
 import asyncio
+from vllm.benchmarks.lib import endpoint_request_func as client
 from vllm.benchmarks.serve import add_cli_args, main_async
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+class Handler(client.StreamedResponseHandler):
+    def add_chunk(self, part):  # a comment that comes alone has lost its end, and would swallow the event after it
+        return [] if part.startswith(b":") and b"\\n\\n" not in part else super().add_chunk(part)
+client.StreamedResponseHandler = Handler
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
 asyncio.run(main_async(parser.parse_args()))
 """
-"""The command ``vllm bench serve``, which the package for CPUs does not have."""
+"""The command ``vllm bench serve``, which the package for CPUs does not have; it reads comments in streams."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ def servers(file: Path, dense: Path, slots: int, longest: int) -> dict[str, Serv
         command += ["--max-num-seqs", str(slots), "--no-enable-prefix-caching", "--disable-log-stats"]
         command += ["--block-size", str(BLOCK), "--num-gpu-blocks-override", str(capacity // BLOCK)]
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        # By default, it leaves a core to whatever else there is.
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))))}
         return Server(command, settings | ({"SNAPSTREAM_BUDGET": str(budget)} if budget else {"VLLM_PLUGINS": ""}))
 
     ours: list[str | Path] = [BIN / "snapstream", "serve", file, "--served-model-name", NAME, "--budget", str(BUDGET)]
@@ -170,16 +179,29 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
-def load(address: str, tokenizer: Path, *, prompt: int, requests: int, clients: int, rate: float, seed: int) -> Any:
+def passages(file: Path, length: int, count: int) -> Iterator[str]:
+    """Passages of a novel of about so many tokens, none of which begins as another does."""
+    tokenizer = load_gguf_tokenizer(file)
+    tokens = 2 * tokenizer.encode(PROSE.read_text(), add_special_tokens=False)
+    for number in range(count):
+        at = number * (len(tokens) // 2) // count
+        yield tokenizer.decode(tokens[at : at + length - MARGIN])
+
+
+def load(address: str, tokenizer: Path, texts: Sequence[str], *, clients: int, rate: float, warm_up: int) -> Any:
     """Run the benchmark once; its results."""
+    requests = len(texts)
     with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
+        result, prompts = Path(directory) / "result.json", Path(directory) / "prompts.jsonl"
+        prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in texts))
         command: list[str | Path] = [VLLM / "python", "-c", LOAD, "--backend", "openai", "--base-url", address]
-        command += ["--model", NAME, "--tokenizer", tokenizer, "--dataset-name", "random", "--ignore-eos"]
-        command += ["--random-input-len", str(prompt), "--random-output-len", str(ANSWER), "--seed", str(seed)]
+        command += ["--model", NAME, "--tokenizer", tokenizer, "--ignore-eos", "--dataset-name", "custom"]
+        command += ["--dataset-path", prompts, "--custom-output-len", str(ANSWER), "--skip-chat-template"]
         command += ["--num-prompts", str(requests), "--max-concurrency", str(clients), "--request-rate", str(rate)]
         command += ["--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99", "--disable-tqdm"]
-        command += ["--temperature", "0", "--num-warmups", str(clients)]
+        # llama-server may close a connection just as its next request is sent.
+        command += ["--header", "Connection=close"]
+        command += ["--temperature", "0", "--num-warmups", str(warm_up)]
         command += ["--save-result", "--save-detailed", "--result-filename", result]
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -192,7 +214,8 @@ def load(address: str, tokenizer: Path, *, prompt: int, requests: int, clients: 
 def row(found: Any, requests: int, gigabytes: float) -> dict[str, float]:
     """What the table shows of one run. A gap is the time between two events of a stream, of one token or more."""
     if found["completed"] != requests or found["total_output_tokens"] != requests * ANSWER:
-        raise SystemExit(f"{found['completed']} of {requests} answers, with {found['total_output_tokens']} tokens")
+        errors = {error[-500:] for error in found["errors"] if error}
+        raise SystemExit(f"{found['completed']} of {requests} answers, {found['total_output_tokens']} tokens; {errors}")
     return {
         "answers per minute": 60 * found["completed"] / found["duration"],
         "first token, median, s": found["median_ttft_ms"] / 1e3,
@@ -229,8 +252,6 @@ def write_dense(file: Path, directory: Path) -> None:
 
 def write_tokenizer(file: Path, directory: Path) -> None:
     """Write the tokenizer of a GGUF file as ``transformers`` reads it."""
-    from snapstream.models.gguf import load_gguf_tokenizer
-
     load_gguf_tokenizer(file).full_tokenizer().save_pretrained(directory)
 
 
@@ -271,11 +292,10 @@ def main() -> None:
                         found = load(
                             address,
                             tokenizer,
-                            prompt=prompt,
+                            list(passages(options.model, prompt, requests)),
                             clients=clients,
                             rate=clients * ARRIVING / prompt,
-                            requests=requests,
-                            seed=1,
+                            warm_up=max(1, clients * 500 // prompt),
                         )
                     shown = row(found, requests, occupied[-1])
                     if not header:

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load the engine, which imports torch and transformers, on first access."""
+    """Load the engine, which imports torch, on first access."""
     if name in ("LLM", "Context", "RequestOutput"):
         sleep_while_waiting()
         from snapstream import engine

@@ -119,16 +119,16 @@ with without_compiler():
         torch.compile(lambda x: x + 1, backend="eager", dynamic=True)(torch.ones(3))
         shapes()
 assert not hasattr(torch.where, "__dynamo_disable")
-compiled = torch.compile(lambda x, n: torch.where(x > n, x * 2, x[: x.shape[0] // 2].sum()), backend="eager", dynamic=True)
+function = lambda x, n: torch.where(x > n, x * 2, x[: x.shape[0] // 2].sum())
+compiled = torch.compile(function, backend="eager", dynamic=True)
 for size in (4, 6, 9):
     x = torch.arange(float(size))
     assert torch.equal(compiled(x, 2), torch.where(x > 2, x * 2, x[: size // 2].sum()))
 import sympy, torch._dynamo
 assert isinstance(sympy.Integer(2), sympy.Basic)
 assert torch.fx.experimental.symbolic_shapes.guard_or_false is not bool
-wanted = []
-disable = torch._dynamo.disable
-torch._dynamo.disable = lambda function, *args, **settings: wanted.append(function) or disable(function, *args, **settings)
+wanted, disable = [], torch._dynamo.disable
+torch._dynamo.disable = lambda function, *args, **more: wanted.append(function) or disable(function, *args, **more)
 shapes()
 assert {others} or {inside} or wanted  # marks were taken back
 """

@@ -48,6 +48,25 @@ def test_while_a_prompt_is_read(slow, path):
             assert events[-1].choices[0].finish_reason
 
 
+def test_benchmarks_of_vllm_get_empty_lines(slow):
+    """Their client strips each part that it receives, so it would take a comment and the event after it for one."""
+    words = " ".join(f"w{token}" for token in prompt(640))
+    with running(slow, keep_alive_seconds=0.1) as server:
+        body = {"prompt": words, "max_tokens": 3, "stream": True}
+        parts, buffer, found = [], "", []
+        agent = {"User-Agent": "Python/3.12 aiohttp/3.13.3"}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=agent, timeout=30) as reply:
+            for part in reply.iter_raw():
+                parts.append(part)
+                buffer += part.decode().strip()
+                if buffer.startswith("data: {") and buffer.endswith("}"):
+                    found.append(buffer)
+                    buffer = ""
+        assert not any(b":" in part and not part.startswith(b"data: ") for part in parts)
+        assert sum(not part.strip() for part in parts) >= 2
+        assert len(found) >= 2
+
+
 def test_while_it_waits(slow):
     with running(slow, keep_alive_seconds=0.1, max_queue=20) as server:
         long = {"prompt": prompt(20), "max_tokens": 200, "ignore_eos": True}

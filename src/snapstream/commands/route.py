@@ -1,4 +1,4 @@
-"""``snapstream route``: the proxy in front of vLLM instances for prefill and decode."""
+"""``snapstream route``: the proxy in front of several servers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from snapstream.routing.settings import RouterSettings, parse_urls
 
 
 def route(
-    decode: Annotated[list[str], typer.Option(help="URLs of decode instances, separated by commas; can be repeated.")],
+    decode: Annotated[
+        list[str],
+        typer.Option("--replica", "--decode", help="URLs of servers, separated by commas; can be repeated."),
+    ],
     prefill: Annotated[
         list[str] | None,
-        typer.Option(help="URLs of prefill instances. Without any, decode instances do everything."),
+        typer.Option(help="URLs of vLLM instances that prefill for the others. Without any, these do everything."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 8000,
@@ -26,14 +29,25 @@ def route(
     keep_alive_seconds: Annotated[
         float, typer.Option(help="Seconds of silence after which a stream sends a comment; 0 turns this off.")
     ] = 5.0,
+    affinity: Annotated[
+        float,
+        typer.Option(
+            help="How many requests more than others a server may have and still get a prompt whose beginning it has "
+            "read; 0 turns this off."
+        ),
+    ] = 4.0,
 ) -> None:
-    """Serve separate vLLM instances for prefill and decode under one address. Needs the extra "serve"."""
+    """Serve several servers under one address: replicas, or vLLM instances for prefill and decode.
+
+    A conversation goes on where its beginning has been read. Needs the extra "serve".
+    """
     settings = RouterSettings(
         prefill=parse_urls(prefill or []),
         decode=parse_urls(decode),
         attempts=attempts,
         check_seconds=check_seconds,
         keep_alive_seconds=keep_alive_seconds,
+        affinity=affinity,
     )
     try:
         import uvicorn

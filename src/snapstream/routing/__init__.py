@@ -1,5 +1,5 @@
-"""A router in front of vLLM prefill and decode instances: OpenAI's routes at one address.
+"""A router in front of several servers: replicas, or vLLM instances for prefill and decode.
 
-It knows HTTP but nothing about models. Caches are transferred directly between the instances
+It knows HTTP but nothing about models. Between vLLM instances, caches are transferred directly
 (``integrations/vllm/connector.py``).
 """

@@ -14,13 +14,20 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from snapstream import __version__
 from snapstream.routing.answers import event
+from snapstream.routing.instances import Instance
 from snapstream.routing.proxy import Proxy, Refused, Reply, UpstreamError
 from snapstream.routing.settings import RouterSettings
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.middleware import HeadMiddleware
+from snapstream.serving.streams import comment_for
 
 _EVENTS = "text/event-stream"
-_ELSEWHERE = ("v1/models", "tokenize", "detokenize", "version")
+_GENERATE = ("completions", "chat/completions", "responses", "messages", "contexts")
+"""Paths of requests that make an instance process a prompt, after ``/v1/``."""
+_ANYWHERE = ("v1/models", "v1/models/{name:path}", "v1/messages/count_tokens", "tokenize", "detokenize", "version")
+"""Paths that every instance answers alike."""
+_SOMEWHERE = ("v1/contexts/{name:path}", "v1/sessions/{name:path}", "v1/responses/{name:path}")
+"""Paths of what only one instance has."""
 
 
 def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
@@ -51,16 +58,6 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
     app = FastAPI(title="SnapStream router", version=__version__, lifespan=lifespan)
     app.add_middleware(HeadMiddleware)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        """OpenAI's completions."""
-        return await _generate(proxy, "completions", request)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        """OpenAI's chat completions."""
-        return await _generate(proxy, "chat/completions", request)
-
     @app.get("/health")
     async def health() -> Response:
         """Whether requests can be served; without prefill instances, decode instances prefill prompts more slowly."""
@@ -72,24 +69,71 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
         """Metrics for Prometheus."""
         return Response(proxy.metrics.page(), media_type="text/plain; version=0.0.4")
 
-    async def elsewhere(request: Request) -> Response:
-        """Forward to any decode instance."""
-        instance = proxy.decode.choose()
-        if instance is None:
-            return _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
-        kept = {name: request.headers[name] for name in ("authorization", "content-type") if name in request.headers}
-        try:
-            answer = await client.request(
-                request.method, f"{instance.url}{request.url.path}", content=await request.body(), headers=kept
-            )
-        except httpx.HTTPError as error:
-            return _error(503, f"{instance.url} failed: {error}")
-        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+    async def generate(request: Request) -> Response:
+        """Answer a prompt, with one instance or two."""
+        return await _generate(proxy, request.url.path.removeprefix("/v1/"), request)
 
-    for path in _ELSEWHERE:
-        app.add_api_route(f"/{path}", elsewhere, methods=["GET", "POST"])
+    async def anywhere(request: Request) -> Response:
+        """Forward to any decode instance."""
+        return await _forward(proxy, request, attempts=1)
+
+    async def somewhere(request: Request) -> Response:
+        """Forward to decode instances until one has what is asked for."""
+        return await _forward(proxy, request, attempts=len(proxy.decode.instances))
+
+    @app.get("/v1/contexts")
+    async def contexts(request: Request) -> Response:
+        """The contexts of all decode instances."""
+        return await _forward_to_all(proxy, request)
+
+    for path in _GENERATE:
+        app.add_api_route(f"/v1/{path}", generate, methods=["POST"])
+    for path in _ANYWHERE:
+        app.add_api_route(f"/{path}", anywhere, methods=["GET", "POST"])
+    for path in _SOMEWHERE:
+        app.add_api_route(f"/{path}", somewhere, methods=["GET", "DELETE"])
     app.state.proxy = proxy
     return app
+
+
+async def _send(proxy: Proxy, instance: Instance, request: Request) -> httpx.Response:
+    """Forward a request as it is."""
+    names = ("authorization", "x-api-key", "content-type", "x-request-id")
+    headers = {name: request.headers[name] for name in names if name in request.headers}
+    base, query = httpx.URL(instance.url), request.scope["query_string"]
+    path = base.raw_path.rstrip(b"/") + (request.scope.get("raw_path") or request.url.path.encode())
+    url = base.copy_with(raw_path=path + (b"?" + query if query else b""))
+    return await proxy.client.request(request.method, url, content=await request.body(), headers=headers)
+
+
+async def _forward(proxy: Proxy, request: Request, attempts: int) -> Response:
+    """Forward a request; after status 404, to another instance, as often as that."""
+    response: Response = _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
+    for instance in proxy.decode.candidates(attempts):
+        try:
+            answer = await _send(proxy, instance, request)
+        except httpx.HTTPError as error:
+            response = _error(503, f"{instance.url} failed: {error or type(error).__name__}")
+            continue
+        response = Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        if answer.status_code != 404:
+            break
+    return response
+
+
+async def _forward_to_all(proxy: Proxy, request: Request) -> Response:
+    """Forward a request for a list to all healthy instances, and join the lists."""
+    instances = [one for one in proxy.decode.instances if one.is_well]
+    if not instances:
+        return _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
+    try:
+        answers = await asyncio.gather(*(_send(proxy, one, request) for one in instances))
+        for answer in answers:
+            if answer.status_code != 200:
+                return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        return JSONResponse(answers[0].json() | {"data": [one for answer in answers for one in answer.json()["data"]]})
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        return _error(503, f"an instance failed: {error or type(error).__name__}")
 
 
 async def _generate(proxy: Proxy, kind: str, request: Request) -> Response:
@@ -102,7 +146,9 @@ async def _generate(proxy: Proxy, kind: str, request: Request) -> Response:
         return _error(400, "the body is not a JSON object")
     answer = asyncio.ensure_future(proxy.answer(kind, body, request.headers))
     # A stream that takes its time begins before its first token; an error before that has a status of its own.
-    seconds = proxy.settings.keep_alive_seconds if body.get("stream") is True else 0
+    # (Of other APIs, instances keep streams alive themselves.)
+    is_openai = kind in ("completions", "chat/completions")
+    seconds = proxy.settings.keep_alive_seconds if body.get("stream") is True and is_openai else 0
     try:
         await until_disconnect(request.receive, lambda: asyncio.wait({answer}, timeout=seconds or None))
         reply = answer.result() if answer.done() else None
@@ -110,9 +156,10 @@ async def _generate(proxy: Proxy, kind: str, request: Request) -> Response:
         answer.cancel()
         return _failed(error)
     if reply is not None and reply.media != _EVENTS:
-        return StreamingResponse(_to_the_end(reply), reply.status, media_type=reply.media)
+        return StreamingResponse(_to_the_end(reply, kind), reply.status, media_type=reply.media)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_lasting(answer, seconds), headers=headers, media_type=_EVENTS)
+    comment = comment_for(request.headers.get("user-agent", ""), "waiting").encode()
+    return StreamingResponse(_lasting(answer, seconds, kind, comment), headers=headers, media_type=_EVENTS)
 
 
 async def _check_on(proxy: Proxy, seconds: float) -> None:
@@ -121,7 +168,7 @@ async def _check_on(proxy: Proxy, seconds: float) -> None:
         await proxy.check()
 
 
-async def _to_the_end(reply: Reply) -> AsyncIterator[bytes]:
+async def _to_the_end(reply: Reply, kind: str) -> AsyncIterator[bytes]:
     """The parts of an answer; one that is cut off says so, where it can."""
     try:
         async for part in reply.parts:
@@ -129,10 +176,10 @@ async def _to_the_end(reply: Reply) -> AsyncIterator[bytes]:
     except (httpx.HTTPError, UpstreamError) as error:
         if reply.media != _EVENTS:
             raise
-        yield _error_event(f"the instance failed mid-answer: {error}")
+        yield _error_event(f"the instance failed mid-answer: {error}", kind)
 
 
-async def _lasting(answer: asyncio.Future[Reply], seconds: float) -> AsyncIterator[bytes]:
+async def _lasting(answer: asyncio.Future[Reply], seconds: float, kind: str, comment: bytes) -> AsyncIterator[bytes]:
     """A stream as it comes, with a comment whenever nothing has come for a while; proxies cut silent connections."""
     parts: AsyncIterator[bytes] | None = None
     pending: asyncio.Future[Any] = answer
@@ -142,10 +189,10 @@ async def _lasting(answer: asyncio.Future[Reply], seconds: float) -> AsyncIterat
             done, _ = await asyncio.wait({pending}, timeout=seconds or None)
             if not done:
                 if whole:  # not in the middle of an event
-                    yield b": waiting\n\n"
+                    yield comment
                 continue
             if parts is None:
-                parts = _to_the_end(pending.result())
+                parts = _to_the_end(pending.result(), kind)
             else:
                 whole = pending.result().endswith(b"\n\n")
                 yield pending.result()
@@ -153,15 +200,22 @@ async def _lasting(answer: asyncio.Future[Reply], seconds: float) -> AsyncIterat
     except StopAsyncIteration:
         pass
     except Refused as refusal:
-        yield _error_event(refusal.body.decode(errors="replace"))
+        yield _error_event(refusal.body.decode(errors="replace"), kind)
     except UpstreamError as error:
-        yield _error_event(f"no instance could serve this: {error}")
+        yield _error_event(f"no instance could serve this: {error}", kind)
     finally:
         pending.cancel()
 
 
-def _error_event(message: str) -> bytes:
-    return event({"error": {"message": message, "type": "server_error", "code": 502}}).encode()
+def _error_event(message: str, kind: str) -> bytes:
+    """An error within a stream, as each API has it."""
+    if kind == "messages":
+        said = event({"type": "error", "error": {"type": "api_error", "message": message}})
+    elif kind == "responses":
+        said = event({"type": "error", "code": "server_error", "message": message, "param": None})
+    else:
+        return event({"error": {"message": message, "type": "server_error", "code": 502}}).encode()
+    return f"event: error\n{said}".encode()
 
 
 def _failed(error: BaseException) -> Response:

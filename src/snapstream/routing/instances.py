@@ -1,11 +1,11 @@
-"""vLLM instances: which are healthy, and which is least loaded."""
+"""Instances of a server: which are healthy, and which is least loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,12 +23,14 @@ class Instance:
         is_well: Result of the last health check; also ``False`` after a connection failed.
         busy: Number of this router's requests that it is serving.
         longest: Its ``max_model_len``, in tokens; 0 if unknown.
+        life: How many times it has come up; what it had in memory before that is lost.
     """
 
     url: str
     is_well: bool = False
     busy: int = 0
     longest: int = 0
+    life: int = 0
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -50,15 +52,23 @@ class Pool:
     def __init__(self, urls: Sequence[str]) -> None:
         self.instances = [Instance(url) for url in urls]
 
-    def choose(self, tried: Collection[Instance] = ()) -> Instance | None:
-        """The least loaded healthy instance that was not tried yet; ties are broken at random."""
-        found = [one for one in self.instances if one.is_well and one not in tried]
-        return min(found, key=lambda one: (one.busy, random.random()), default=None)
+    def choose(
+        self, tried: Collection[Instance] = (), advantages: Mapping[Instance, float] | None = None
+    ) -> Instance | None:
+        """The least loaded healthy instance that was not tried yet; ties are broken at random.
 
-    def candidates(self, attempts: int) -> Iterator[Instance]:
+        Args:
+            tried: Instances to leave out.
+            advantages: How many requests fewer than it has an instance counts as having.
+        """
+        less = advantages or {}
+        found = [one for one in self.instances if one.is_well and one not in tried]
+        return min(found, key=lambda one: (one.busy - less.get(one, 0.0), random.random()), default=None)
+
+    def candidates(self, attempts: int, advantages: Mapping[Instance, float] | None = None) -> Iterator[Instance]:
         """Yield up to ``attempts`` different instances; each is chosen only after the previous one has failed."""
         tried: list[Instance] = []
-        while len(tried) < attempts and (instance := self.choose(tried)) is not None:
+        while len(tried) < attempts and (instance := self.choose(tried, advantages)) is not None:
             tried.append(instance)
             yield instance
 
@@ -85,4 +95,5 @@ async def _check(client: httpx.AsyncClient, instance: Instance, seconds: float) 
         logger.log(
             logging.INFO if is_well else logging.WARNING, "%s is %s", instance.url, "healthy" if is_well else "down"
         )
+        instance.life += is_well
     instance.is_well = is_well

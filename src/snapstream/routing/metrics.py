@@ -43,6 +43,13 @@ class RouterMetrics(Collector):
             ("does",),
             registry=self.registry,
         )
+        self.prompts = Counter(
+            "snapstream_router_prompts",
+            "Prompts by whether an instance had read their beginning: none (new), one that got the request (followed), "
+            "or one that was too busy (left).",
+            ("beginning",),
+            registry=self.registry,
+        )
         self.prefill_seconds = Histogram(
             "snapstream_router_prefill_seconds",
             "Seconds until a prefill instance had prefilled a prompt.",

@@ -6,12 +6,13 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
+from snapstream.routing.affinity import Affinity, Marks
 from snapstream.routing.answers import LOST, Answer, Joint, event, parse_event
 from snapstream.routing.instances import Instance, Pool
 from snapstream.routing.metrics import RouterMetrics
@@ -66,6 +67,7 @@ class Proxy:
     def __init__(self, settings: RouterSettings, client: httpx.AsyncClient) -> None:
         self.settings, self.client = settings, client
         self.prefill, self.decode = Pool(settings.prefill), Pool(settings.decode)
+        self.affinity = Affinity(settings.affinity)
         self.metrics = RouterMetrics({"prefill": self.prefill, "decode": self.decode})
 
     async def check(self) -> None:
@@ -77,7 +79,8 @@ class Proxy:
         """Serve a request.
 
         Args:
-            kind: ``completions`` or ``chat/completions``.
+            kind: Its path after ``/v1/``: ``completions``, ``chat/completions``, ``responses``, ``messages`` or
+                ``contexts``.
             body: The client's request.
             headers: The client's headers.
 
@@ -85,17 +88,18 @@ class Proxy:
             Refused: The request is invalid.
             UpstreamError: No instance could serve it.
         """
+        marks = Marks.of(body, headers)
         passed = {name: headers[name] for name in _FORWARDED if name in headers}
         reason = reason_for_whole(kind, body)
         if reason is None and self.prefill.well == 0:
             reason = "no prefill instance"
         way = "split"
         try:
-            reply = None if reason else await self._split(kind, body, passed)
+            reply = None if reason else await self._split(kind, body, passed, marks)
             if reply is None:
                 way = "whole"
                 self.metrics.whole.labels(reason or "the first token is part of a character").inc()
-                reply = await self._whole(kind, body, passed)
+                reply = await self._whole(kind, body, passed, marks)
         except Refused:
             self.metrics.requests.labels(way, "refused").inc()
             raise
@@ -107,26 +111,35 @@ class Proxy:
 
     # -- whole requests -----------------------------------------------------------------------------------------------
 
-    async def _whole(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply:
+    async def _whole(self, kind: str, body: dict[str, Any], headers: dict[str, str], marks: Marks) -> Reply:
         """Serve the whole request with one decode instance."""
-        failure = "no decode instance is healthy"
-        for instance in self.decode.candidates(self.settings.attempts):
+        failure, missing = "no decode instance is healthy", None
+        # What only one instance has may be anywhere after this router has been restarted.
+        attempts = self.settings.attempts if marks.state is None else len(self.decode.instances)
+        for instance in self._candidates(self.decode, attempts, marks):
             try:
                 stack, response = await self._ask(instance, kind, body, headers)
                 media = response.headers.get("content-type", "application/json")
-                return Reply(response.status_code, media, await _started(stack, response.aiter_bytes()))
+                reply = Reply(response.status_code, media, await _started(stack, response.aiter_bytes()))
+            except Refused as refusal:
+                if refusal.status != 404 or marks.state is None:
+                    raise
+                missing = refusal
             except (httpx.HTTPError, UpstreamError) as error:
                 failure = self._failed("decode", instance, error)
-        raise UpstreamError(failure)
+            else:
+                self.affinity.remember(marks, instance)
+                return reply
+        raise missing or UpstreamError(failure)
 
     # -- split requests -----------------------------------------------------------------------------------------------
 
-    async def _split(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> Reply | None:
+    async def _split(self, kind: str, body: dict[str, Any], headers: dict[str, str], marks: Marks) -> Reply | None:
         """Prefill with one instance and decode with another; ``None`` if the request must be served whole after all."""
         failure = "no decode instance is healthy"
         tried: list[Instance] = []
         while len(tried) < self.settings.attempts and self.decode.choose(tried) is not None:
-            first = await self._read(kind, body, headers)
+            first = await self._read(kind, body, headers, marks)
             if first is None:
                 return None
             choice = first["choices"][0]
@@ -153,10 +166,12 @@ class Proxy:
                 failure = self._failed("decode", instance, error)
         raise UpstreamError(failure)
 
-    async def _read(self, kind: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
+    async def _read(
+        self, kind: str, body: dict[str, Any], headers: dict[str, str], marks: Marks
+    ) -> dict[str, Any] | None:
         """Have a prefill instance process the prompt; ``None`` if none can."""
         asked, begun = prefill_request(body), time.monotonic()
-        for instance in self.prefill.candidates(self.settings.attempts):
+        for instance in self._candidates(self.prefill, self.settings.attempts, marks):
             try:
                 stack, response = await self._ask(instance, kind, asked, headers)
                 async with stack:
@@ -182,6 +197,19 @@ class Proxy:
         return Reply(200, "application/json", _once(json.dumps(whole).encode()))
 
     # -- shared -------------------------------------------------------------------------------------------------------
+
+    def _candidates(self, pool: Pool, attempts: int, marks: Marks) -> Iterator[Instance]:
+        """Instances of a pool for a prompt, the first one noted."""
+        advantages = self.affinity.advantages(marks, pool.instances)
+        held = self.affinity.held(marks)
+        for number, instance in enumerate(pool.candidates(attempts, advantages)):
+            if number == 0:
+                most = max((share for one, share in held.items() if one in pool.instances), default=0.0)
+                followed = "followed" if held.get(instance, 0.0) == most else "left"
+                self.metrics.prompts.labels(followed if most else "new").inc()
+            # Noted now, so that equal prompts that come meanwhile go there, too.
+            self.affinity.remember(replace(marks, state=None), instance)
+            yield instance
 
     async def _ask(
         self, instance: Instance, kind: str, body: dict[str, Any], headers: dict[str, str]

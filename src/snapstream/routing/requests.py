@@ -31,6 +31,8 @@ def reason_for_whole(kind: str, body: dict[str, Any]) -> str | None:
         kind: ``completions`` or ``chat/completions``.
         body: The client's request.
     """
+    if kind not in _OF_PROMPT:
+        return "another API"
     given = {name for name, value in body.items() if value is not None}
     if unknown := given - _SAMPLING - _OF_PROMPT[kind]:
         return f"field {min(unknown)}"

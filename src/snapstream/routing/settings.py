@@ -20,6 +20,8 @@ class RouterSettings:
         check_seconds: Seconds between two health checks.
         connect_seconds: Timeout, in seconds, for connecting to an instance and for its health check.
         keep_alive_seconds: Seconds of silence after which a stream gets a comment; 0 for none.
+        affinity: How many requests more than others an instance may have and still get a prompt that it has read all
+            of, a share of that for a part of the prompt; 0 for none.
     """
 
     prefill: tuple[str, ...]
@@ -28,20 +30,22 @@ class RouterSettings:
     check_seconds: float = 2.0
     connect_seconds: float = 5.0
     keep_alive_seconds: float = 5.0
+    affinity: float = 4.0
 
     def __post_init__(self) -> None:
         """Check the settings.
 
         Raises:
-            ConfigurationError: There is no decode instance, or a number is not positive.
+            ConfigurationError: There is no decode instance, or a number is out of range.
         """
         if not self.decode:
             raise ConfigurationError("decode is empty; give the URL of at least one decode instance")
         for name, value in (("attempts", self.attempts), ("check_seconds", self.check_seconds)):
             if value <= 0:
                 raise ConfigurationError(f"{name} is {value}; it must be positive")
-        if not 0 <= self.keep_alive_seconds < math.inf:
-            raise ConfigurationError(f"keep_alive_seconds is {self.keep_alive_seconds}; it must be 0 or more")
+        for name, value in (("keep_alive_seconds", self.keep_alive_seconds), ("affinity", self.affinity)):
+            if not 0 <= value < math.inf:
+                raise ConfigurationError(f"{name} is {value}; it must be 0 or more")
 
 
 def parse_urls(texts: Sequence[str]) -> tuple[str, ...]:

@@ -88,7 +88,9 @@ def _types(about: Metadata, common: dict[str, Any], period: int) -> list[str]:
     pattern, layers = about.value("attention.sliding_window_pattern", period), common["num_hidden_layers"]
     slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
     if len(slides) < layers:
-        raise CheckpointError(f"{about.file.path} is damaged: it says of {len(slides)} of {layers} layers if they have a window")
+        raise CheckpointError(
+            f"{about.file.path} is damaged: it says of {len(slides)} of {layers} layers if they have a window"
+        )
     return [_SLIDING if each else _FULL for each in slides]
 
 
