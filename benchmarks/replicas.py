@@ -5,7 +5,7 @@ steps in turn, as the engine does, with the times of Qwen2.5-Coder-0.5B (Q4_K_M)
 docs/benchmarks.md. Its prefix cache forgets the conversation that was used least recently. Conversations begin as a
 Poisson process, with a text; the user reads an answer before asking the next question::
 
-    python -m benchmarks.replicas                # four minutes on one core
+    python -m benchmarks.replicas                # a few minutes on one core
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from snapstream.routing.affinity import Affinity, Marks
 from snapstream.routing.instances import Instance, Pool
 
-PER_TOKEN, PER_PAIR = 1.6e-3, 1.1e-7
-"""Seconds of prefill per token, and per token and token before it: 602 and 397 tokens per second at 2,048 and 8,192."""
+PER_TOKEN, PER_SQUARE = 1.375e-3, 1.4e-7
+"""Seconds of prefill per token, and per token squared: 602 and 397 tokens per second at 2,048 and 8,192."""
 STEP, PER_ROW = 10.3e-3, 2.2e-3
 """Seconds of a decode step, and more of it per sequence: 12.5 ms for one, 28 ms for eight."""
 CHUNK, STEPS, SLOTS = 512, 4, 8
@@ -33,6 +33,9 @@ PIECE = 256
 """Tokens per mark; the router's marks are 1,024 characters apart."""
 TEXT, QUESTION, ANSWER, TURNS, READING = 8000, 100, 150, 5, 30.0
 """Means: tokens of a text, a question and an answer, turns, and seconds between an answer and the next question."""
+LONGEST = 24000
+"""Tokens of the longest texts."""
+SEEDS = 3
 
 
 @dataclass
@@ -40,11 +43,25 @@ class Conversation:
     """A text and the turns about it."""
 
     number: int
-    turns: int
-    tokens: int  # of the prompt of its next turn
-    answer: int
+    draw: random.Random  # of its own: the same conversations, whoever serves them
+    turns: int = 0
+    tokens: int = 0  # of the prompt of its next turn
+    answer: int = 0
+    turn: int = 0
     asked: float = 0.0
     instance: Instance | None = None
+
+    def __post_init__(self) -> None:
+        """Draw a text."""
+        self.turns = 1 + round(self.draw.expovariate(1 / (TURNS - 1)))
+        self.tokens = min(int(self.draw.expovariate(1 / TEXT)), LONGEST)
+        self.ask()
+
+    def ask(self) -> float:
+        """Draw the next question and its answer; seconds until the question is asked."""
+        self.tokens += self.answer + 1 + int(self.draw.expovariate(1 / QUESTION))
+        self.answer = 1 + int(self.draw.expovariate(1 / ANSWER))
+        return self.draw.expovariate(1 / READING)
 
 
 @dataclass
@@ -56,6 +73,8 @@ class Replica:
     running: dict[int, tuple[Conversation, int]] = field(default_factory=dict)  # and how many are to come
     cache: OrderedDict[int, int] = field(default_factory=OrderedDict)  # tokens by conversation
     is_awake: bool = False
+    asked: int = 0  # tokens of prompts, and how many of them were in the cache
+    found: int = 0
 
     def step(self) -> tuple[float, list[Conversation], list[Conversation]]:
         """Seconds of a step, who gets a first token at its end, and whose answer ends."""
@@ -63,10 +82,11 @@ class Replica:
         if self.prefill is None and self.waiting and len(self.running) < SLOTS:
             one = self.waiting.popleft()
             self.prefill = one, self.cache.get(one.number, 0)
+            self.asked, self.found = self.asked + one.tokens, self.found + self.cache.get(one.number, 0)
         if self.prefill is not None:
             one, done = self.prefill
             end = min(done + CHUNK, one.tokens)
-            took += PER_TOKEN * (end - done) + PER_PAIR * (end**2 - done**2)
+            took += PER_TOKEN * (end - done) + PER_SQUARE * (end**2 - done**2)
             self.prefill = one, end
             if end == one.tokens:
                 self.prefill, self.running[one.number] = None, (one, one.answer)
@@ -117,32 +137,31 @@ CHOICES: dict[str, Callable[[], Choose]] = {
 }
 
 
-def simulate(choose: Choose, replicas: int, rate: float, conversations: int) -> tuple[list[float], list[float], float]:
+def simulate(
+    choose: Choose, replicas: int, rate: float, conversations: int, seed: int
+) -> tuple[list[float], list[float], float]:
     """Seconds to the first token of first and of later turns, and the share of prompts that was found in caches."""
-    random.seed(0)
-    draw = random.Random(1)
+    random.seed(seed)
+    draw = random.Random(seed)
     pool = Pool([str(number) for number in range(replicas)])
     servers = {instance: Replica() for instance in pool.instances}
     for instance in pool.instances:
         instance.is_well = True
     order = itertools.count()
     events: list[tuple[float, int, Conversation | Instance]] = []
-    at, first, later, found, asked = 0.0, list[float](), list[float](), 0, 0
+    at, first, later = 0.0, list[float](), list[float]()
     for number in range(conversations):
         at += draw.expovariate(rate * replicas)
-        turns, text = 1 + int(draw.expovariate(1 / (TURNS - 1))), int(draw.expovariate(1 / TEXT)) + QUESTION
-        heapq.heappush(events, (at, next(order), Conversation(number, turns, min(text, 3 * TEXT), 0)))
-    turn_of: dict[int, int] = dict.fromkeys(range(conversations), 0)
+        heapq.heappush(events, (at, next(order), Conversation(number, random.Random(draw.random()))))
     while events:
         now, _, event = heapq.heappop(events)
         if isinstance(event, Conversation):
             one = event
-            one.asked, one.answer = now, 1 + int(draw.expovariate(1 / ANSWER))
+            one.asked = now
             pieces = [f"{one.number} {piece}".encode() for piece in range(one.tokens // PIECE)]
             instance = one.instance = choose(pool, one, Marks(pieces))
             instance.busy += 1
             server = servers[instance]
-            found, asked = found + server.cache.get(one.number, 0), asked + one.tokens
             server.waiting.append(one)
         else:
             instance, server = event, servers[event]
@@ -151,17 +170,15 @@ def simulate(choose: Choose, replicas: int, rate: float, conversations: int) -> 
             continue
         took, begun, ended = server.step()
         for one in begun:
-            (later if turn_of[one.number] else first).append(now + took - one.asked)
+            (later if one.turn else first).append(now + took - one.asked)
         for one in ended:
             instance.busy -= 1
-            turn_of[one.number] += 1
-            if turn_of[one.number] < one.turns:
-                one.tokens += one.answer + 1 + int(draw.expovariate(1 / QUESTION))
-                pause = draw.expovariate(1 / READING)
-                heapq.heappush(events, (now + took + pause, next(order), one))
+            one.turn += 1
+            if one.turn < one.turns:
+                heapq.heappush(events, (now + took + one.ask(), next(order), one))
         server.is_awake = True
         heapq.heappush(events, (now + took, next(order), instance))
-    return first, later, found / asked
+    return first, later, sum(one.found for one in servers.values()) / sum(one.asked for one in servers.values())
 
 
 def rows(replicas: list[int], rates: list[float], conversations: int) -> Iterator[str]:
@@ -173,8 +190,10 @@ def rows(replicas: list[int], rates: list[float], conversations: int) -> Iterato
     yield "|---|---|---|---|---|---|---|---|"
     for count, rate in itertools.product(replicas, rates):
         for name, make in CHOICES.items():
-            first, later, share = simulate(make(), count, rate / 3600, conversations * count)
+            runs = [simulate(make(), count, rate / 3600, conversations * count, seed) for seed in range(SEEDS)]
+            first, later = (list(itertools.chain(*(run[part] for run in runs))) for part in range(2))
             cells = " | ".join(f"{cell:.1f}" for cell in (*quantiles(first), *quantiles(later)))
+            share = statistics.mean(run[2] for run in runs)
             yield f"| {count} | {rate:g} | {name} | {cells} | {100 * share:.0f} % |"
 
 

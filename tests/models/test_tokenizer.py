@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -155,6 +156,31 @@ def test_texts_are_tokenized_while_the_full_tokenizer_is_created(lazy):
     found = [lazy.encode(text) for _ in range(3)]
     thread.join()
     assert found == [want] * 3
+
+
+def test_the_backend_is_used_while_the_full_tokenizer_is_created(lazy):
+    """By whoever has it, such as the server, which counts tokens before it tokenizes a prompt."""
+    text, end = "the 12 naïve " * 50000, threading.Event()
+    found, failed = [], []
+
+    def count():
+        while not end.is_set():
+            try:
+                found.append(len(lazy.backend_tokenizer.encode_batch_fast([text])[0].ids))
+            except Exception as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        while not found:
+            time.sleep(0.001)
+        assert lazy.full_tokenizer().eos_token == lazy.eos_token
+    finally:
+        end.set()
+        thread.join()
+    assert not failed
+    assert len(set(found)) == 1
 
 
 def test_it_is_made_once_and_can_be_changed(lazy):

@@ -35,7 +35,7 @@ def route(
             help="How many requests more than others a server may have and still get a prompt whose beginning it has "
             "read; 0 turns this off."
         ),
-    ] = 4.0,
+    ] = 8.0,
 ) -> None:
     """Serve several servers under one address: replicas, or vLLM instances for prefill and decode.
 

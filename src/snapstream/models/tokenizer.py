@@ -6,6 +6,7 @@ Importing ``transformers`` takes a second and more, which is most of the time in
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ class LazyTokenizer:
     """Stands in for a ``PreTrainedTokenizerFast``, created on first use of anything that is not defined here.
 
     What is defined here needs only the ``tokenizers`` library, and has the names, parameters and results that
-    ``transformers`` has for them. Once there is a full tokenizer, it does everything, because ``transformers`` leaves
-    settings of a call, such as truncation, in the backend until its own next call.
+    ``transformers`` has for them. Once there is a full tokenizer, it tokenizes and decodes, too, because
+    ``transformers`` leaves settings of a call, such as truncation, in the backend until its own next call.
 
     Args:
         backend: The ``tokenizers.Tokenizer``. All named tokens are among its added tokens.
@@ -105,17 +106,25 @@ class LazyTokenizer:
     def full_tokenizer(self) -> Any:
         """The ``PreTrainedTokenizerFast``; created once, whichever thread asks first."""
         with self._lock:
-            if self._full is None:
-                from transformers import PreTrainedTokenizerFast
-
-                vars(self)["_full"] = PreTrainedTokenizerFast(
-                    tokenizer_object=_Uncopied(self._backend),
-                    chat_template=self._template,
-                    clean_up_tokenization_spaces=False,
-                    model_max_length=NO_LIMIT,
-                    **self._named,
-                )
+            while self._full is None:
+                try:
+                    vars(self)["_full"] = self._create()
+                except RuntimeError as error:  # another thread uses the backend itself, which is about to be changed
+                    if "borrowed" not in str(error):
+                        raise
+                    time.sleep(0.01)
         return self._full
+
+    def _create(self) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=_Uncopied(self._backend),
+            chat_template=self._template,
+            clean_up_tokenization_spaces=False,
+            model_max_length=NO_LIMIT,
+            **self._named,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for by whoever looks for a protocol, such as numpy's

@@ -41,7 +41,7 @@ class Marks:
     @classmethod
     def of(cls, body: Mapping[str, Any], headers: Mapping[str, str]) -> Marks:
         """Mark a request; each API key has its own caches."""
-        owner = headers.get("authorization") or headers.get("x-api-key") or ""
+        owner = owner_of(headers)
         text = json.dumps([owner, *(body.get(part) for part in _PARTS)], sort_keys=True, ensure_ascii=False)
         session = body.get("session_id")
         state = next((str(body[name]) for name in _STATES if body.get(name) is not None), None)
@@ -69,7 +69,7 @@ class Affinity:
         """The share of a prompt, from its beginning on, that instances have read."""
         shares: dict[Instance, float] = {}
         for number, mark in enumerate(marks.beginnings, 1):
-            holders = self._of(mark)
+            holders = [one for one in self._of(mark) if one.is_well]
             if not holders:
                 break
             shares.update(dict.fromkeys(holders, number / len(marks.beginnings)))
@@ -80,23 +80,38 @@ class Affinity:
         if marks.state is not None and (holders := self._of(marks.state)):
             return dict.fromkeys(holders, float("inf"))
         well = [one for one in instances if one.is_well]
-        if marks.session is not None and self.weight and well:  # the same instance for every router, also a new one
+        if marks.session is not None and well:  # the same instance for every router, also a new one
             session = marks.session
             return {max(well, key=lambda one: _digest(session.hex(), one.url)): float("inf")}
         return {one: self.weight * share for one, share in self.held(marks).items()}
 
     def remember(self, marks: Marks, instance: Instance) -> None:
         """Note that an instance has been sent a request."""
-        for mark in (*marks.beginnings, *([] if marks.state is None else [marks.state])):
+        # Of a prompt, its end is forgotten first: without its beginning, nothing of it is of use.
+        for mark in (*([] if marks.state is None else [marks.state]), *reversed(marks.beginnings)):
             self._holders.setdefault(mark, {})[instance] = instance.life
             self._holders.move_to_end(mark)
         while len(self._holders) > self._most:
             self._holders.popitem(last=False)
 
+    def remember_state(self, owner: str, name: str, instance: Instance) -> None:
+        """Note that an instance has a context or a response of an API key."""
+        self.remember(Marks(state=_digest(owner, "state", name)), instance)
+
+    def forget(self, marks: Marks, instance: Instance) -> None:
+        """Take back what was noted of a request that an instance did not serve."""
+        for mark in marks.beginnings:
+            self._holders.get(mark, {}).pop(instance, None)
+
     def _of(self, mark: bytes) -> list[Instance]:
         """Instances with something; one that has been down since has lost it."""
         found = self._holders.get(mark, {})
         return [instance for instance, life in found.items() if life == instance.life]
+
+
+def owner_of(headers: Mapping[str, str]) -> str:
+    """The API key of a request."""
+    return headers.get("authorization") or headers.get("x-api-key") or ""
 
 
 def _digests(text: str) -> Iterator[bytes]:

@@ -75,11 +75,11 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
 
     async def anywhere(request: Request) -> Response:
         """Forward to any decode instance."""
-        return await _forward(proxy, request, attempts=1)
+        return await _forward(proxy, request)
 
     async def somewhere(request: Request) -> Response:
-        """Forward to decode instances until one has what is asked for."""
-        return await _forward(proxy, request, attempts=len(proxy.decode.instances))
+        """Forward to decode instances until one has what is asked for; delete it from all of them."""
+        return await _search(proxy, request)
 
     @app.get("/v1/contexts")
     async def contexts(request: Request) -> Response:
@@ -98,7 +98,7 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
 
 async def _send(proxy: Proxy, instance: Instance, request: Request) -> httpx.Response:
     """Forward a request as it is."""
-    names = ("authorization", "x-api-key", "content-type", "x-request-id")
+    names = ("authorization", "x-api-key", "content-type", "x-request-id", "user-agent")
     headers = {name: request.headers[name] for name in names if name in request.headers}
     base, query = httpx.URL(instance.url), request.scope["query_string"]
     path = base.raw_path.rstrip(b"/") + (request.scope.get("raw_path") or request.url.path.encode())
@@ -106,31 +106,60 @@ async def _send(proxy: Proxy, instance: Instance, request: Request) -> httpx.Res
     return await proxy.client.request(request.method, url, content=await request.body(), headers=headers)
 
 
-async def _forward(proxy: Proxy, request: Request, attempts: int) -> Response:
-    """Forward a request; after status 404, to another instance, as often as that."""
-    response: Response = _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
-    for instance in proxy.decode.candidates(attempts):
+async def _forward(proxy: Proxy, request: Request) -> Response:
+    """Forward a request to any instance that can answer it."""
+    failure = "no instance is healthy"
+    for instance in proxy.decode.candidates(proxy.settings.attempts):
         try:
             answer = await _send(proxy, instance, request)
         except httpx.HTTPError as error:
-            response = _error(503, f"{instance.url} failed: {error or type(error).__name__}")
+            failure = proxy.failed("decode", instance, error)
             continue
-        response = Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
-        if answer.status_code != 404:
-            break
-    return response
+        if answer.status_code < 500 and answer.status_code != 429:
+            return _passed(answer)
+        failure = f"{instance.url} answered {answer.status_code}"
+    return _error(503, failure, headers={"Retry-After": "2"})
+
+
+async def _search(proxy: Proxy, request: Request) -> Response:
+    """Forward a request to instances until one has what it names, or, to delete that, to all of them.
+
+    That there is no such thing is only known if all instances have said so.
+    """
+    found, missing, failure = None, list[httpx.Response](), "not all instances could be asked"
+    for instance in proxy.decode.candidates(len(proxy.decode.instances)):
+        try:
+            answer = await _send(proxy, instance, request)
+        except httpx.HTTPError as error:
+            failure = proxy.failed("decode", instance, error)
+            continue
+        if answer.status_code == 404:
+            missing.append(answer)
+        elif answer.status_code >= 500 or answer.status_code == 429:
+            failure = f"{instance.url} answered {answer.status_code}"
+        else:
+            found = answer
+            if request.method != "DELETE":
+                break
+    if found is None and len(missing) == len(proxy.decode.instances):
+        found = missing[0]
+    return _error(503, failure, headers={"Retry-After": "2"}) if found is None else _passed(found)
+
+
+def _passed(answer: httpx.Response) -> Response:
+    return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
 
 async def _forward_to_all(proxy: Proxy, request: Request) -> Response:
     """Forward a request for a list to all healthy instances, and join the lists."""
     instances = [one for one in proxy.decode.instances if one.is_well]
     if not instances:
-        return _error(503, "no decode instance is healthy", headers={"Retry-After": "2"})
+        return _error(503, "no instance is healthy", headers={"Retry-After": "2"})
     try:
         answers = await asyncio.gather(*(_send(proxy, one, request) for one in instances))
         for answer in answers:
             if answer.status_code != 200:
-                return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+                return _passed(answer)
         return JSONResponse(answers[0].json() | {"data": [one for answer in answers for one in answer.json()["data"]]})
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         return _error(503, f"an instance failed: {error or type(error).__name__}")
@@ -194,7 +223,7 @@ async def _lasting(answer: asyncio.Future[Reply], seconds: float, kind: str, com
             if parts is None:
                 parts = _to_the_end(pending.result(), kind)
             else:
-                whole = pending.result().endswith(b"\n\n")
+                whole = pending.result().endswith(b"\n\n") or (whole and pending.result() == b"\n")
                 yield pending.result()
             pending = asyncio.ensure_future(anext(parts))
     except StopAsyncIteration:

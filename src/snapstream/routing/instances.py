@@ -23,7 +23,8 @@ class Instance:
         is_well: Result of the last health check; also ``False`` after a connection failed.
         busy: Number of this router's requests that it is serving.
         longest: Its ``max_model_len``, in tokens; 0 if unknown.
-        life: How many times it has come up; what it had in memory before that is lost.
+        life: How many times it has come up by its health checks; what it had in memory before that is lost.
+        was_well: Result of the last health check.
     """
 
     url: str
@@ -31,6 +32,7 @@ class Instance:
     busy: int = 0
     longest: int = 0
     life: int = 0
+    was_well: bool = False
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -95,5 +97,5 @@ async def _check(client: httpx.AsyncClient, instance: Instance, seconds: float) 
         logger.log(
             logging.INFO if is_well else logging.WARNING, "%s is %s", instance.url, "healthy" if is_well else "down"
         )
-        instance.life += is_well
-    instance.is_well = is_well
+    instance.life += is_well and not instance.was_well
+    instance.is_well = instance.was_well = is_well

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from snapstream.routing.affinity import Affinity, Marks
+from snapstream.routing.affinity import Affinity, Marks, owner_of
 from snapstream.routing.answers import LOST, Answer, Joint, event, parse_event
 from snapstream.routing.instances import Instance, Pool
 from snapstream.routing.metrics import RouterMetrics
@@ -21,7 +23,9 @@ from snapstream.routing.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
-_FORWARDED = ("authorization", "x-request-id", "x-api-key")
+_FORWARDED = ("authorization", "x-request-id", "x-api-key", "user-agent")
+_STATE = re.compile(rb'"id": ?"((?:ctx-|resp_)[^"]+)"')
+"""The id of a context or a response, at the beginning of an answer."""
 
 
 class UpstreamError(Exception):
@@ -113,9 +117,10 @@ class Proxy:
 
     async def _whole(self, kind: str, body: dict[str, Any], headers: dict[str, str], marks: Marks) -> Reply:
         """Serve the whole request with one decode instance."""
-        failure, missing = "no decode instance is healthy", None
+        failure, missing = "no instance is healthy", list[Refused]()
         # What only one instance has may be anywhere after this router has been restarted.
-        attempts = self.settings.attempts if marks.state is None else len(self.decode.instances)
+        everyone = len(self.decode.instances)
+        attempts = self.settings.attempts if marks.state is None else everyone
         for instance in self._candidates(self.decode, attempts, marks):
             try:
                 stack, response = await self._ask(instance, kind, body, headers)
@@ -124,13 +129,19 @@ class Proxy:
             except Refused as refusal:
                 if refusal.status != 404 or marks.state is None:
                     raise
-                missing = refusal
+                missing.append(refusal)
+                failure = "not all instances could be asked for what this request continues"
             except (httpx.HTTPError, UpstreamError) as error:
-                failure = self._failed("decode", instance, error)
+                failure = self.failed("decode", instance, error)
             else:
                 self.affinity.remember(marks, instance)
+                if kind in ("contexts", "responses"):
+                    note = functools.partial(self.affinity.remember_state, owner_of(headers), instance=instance)
+                    reply.parts = _noting(reply.parts, note)
                 return reply
-        raise missing or UpstreamError(failure)
+        if len(missing) == everyone:
+            raise missing[0]
+        raise UpstreamError(failure)
 
     # -- split requests -----------------------------------------------------------------------------------------------
 
@@ -163,7 +174,7 @@ class Proxy:
                 logger.error("%s refused a cache: %s", instance.url, refusal.body[:500].decode(errors="replace"))
                 return None
             except (httpx.HTTPError, UpstreamError, ValueError, KeyError) as error:
-                failure = self._failed("decode", instance, error)
+                failure = self.failed("decode", instance, error)
         raise UpstreamError(failure)
 
     async def _read(
@@ -181,7 +192,7 @@ class Proxy:
                 self.metrics.prefill_seconds.observe(time.monotonic() - begun)
                 return found
             except (httpx.HTTPError, UpstreamError, ValueError, KeyError) as error:
-                self._failed("prefill", instance, error)
+                self.failed("prefill", instance, error)
         return None
 
     async def _go_on(
@@ -201,15 +212,17 @@ class Proxy:
     def _candidates(self, pool: Pool, attempts: int, marks: Marks) -> Iterator[Instance]:
         """Instances of a pool for a prompt, the first one noted."""
         advantages = self.affinity.advantages(marks, pool.instances)
-        held = self.affinity.held(marks)
+        held = {one: share for one, share in self.affinity.held(marks).items() if one in pool.instances}
+        prompt = replace(marks, state=None)
         for number, instance in enumerate(pool.candidates(attempts, advantages)):
-            if number == 0:
-                most = max((share for one, share in held.items() if one in pool.instances), default=0.0)
-                followed = "followed" if held.get(instance, 0.0) == most else "left"
-                self.metrics.prompts.labels(followed if most else "new").inc()
+            if number == 0 and marks.state is None and marks.session is None:
+                followed = "followed" if held.get(instance, 0.0) == max(held.values(), default=0.0) else "left"
+                self.metrics.prompts.labels(followed if held else "new").inc()
             # Noted now, so that equal prompts that come meanwhile go there, too.
-            self.affinity.remember(replace(marks, state=None), instance)
+            self.affinity.remember(prompt, instance)
             yield instance
+            if instance not in held:  # asked for another one: this one has not served the request
+                self.affinity.forget(prompt, instance)
 
     async def _ask(
         self, instance: Instance, kind: str, body: dict[str, Any], headers: dict[str, str]
@@ -231,7 +244,7 @@ class Proxy:
                 raise Refused(response.status_code, await response.aread())
             return stack.pop_all(), response
 
-    def _failed(self, does: str, instance: Instance, error: Exception) -> str:
+    def failed(self, does: str, instance: Instance, error: Exception) -> str:
         """Record a failure; after a connection error, the instance gets no requests until its next health check."""
         if isinstance(error, httpx.HTTPError):
             instance.is_well = False
@@ -255,6 +268,16 @@ async def _started(stack: contextlib.AsyncExitStack, parts: AsyncIterator[bytes]
                 yield part
 
     return rest()
+
+
+async def _noting(parts: AsyncIterator[bytes], note: Callable[[str], None]) -> AsyncIterator[bytes]:
+    """Parts of an answer, whose id is noted when the first one passes."""
+    is_first = True
+    async for part in parts:
+        if is_first and (found := _STATE.search(part)):
+            note(found[1].decode(errors="replace"))
+        is_first = False
+        yield part
 
 
 async def _once(body: bytes) -> AsyncIterator[bytes]:

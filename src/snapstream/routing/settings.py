@@ -30,7 +30,7 @@ class RouterSettings:
     check_seconds: float = 2.0
     connect_seconds: float = 5.0
     keep_alive_seconds: float = 5.0
-    affinity: float = 4.0
+    affinity: float = 8.0
 
     def __post_init__(self) -> None:
         """Check the settings.

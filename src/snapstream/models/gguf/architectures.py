@@ -89,7 +89,7 @@ def _types(about: Metadata, common: dict[str, Any], period: int) -> list[str]:
     slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(layers)]
     if len(slides) < layers:
         raise CheckpointError(
-            f"{about.file.path} is damaged: it says of {len(slides)} of {layers} layers if they have a window"
+            f"{about.file.path} is damaged: it lists sliding windows for {len(slides)} of {layers} layers"
         )
     return [_SLIDING if each else _FULL for each in slides]
 
