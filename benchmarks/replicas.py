@@ -43,7 +43,7 @@ class Conversation:
     """A text and the turns about it."""
 
     number: int
-    draw: random.Random  # of its own: the same conversations, whoever serves them
+    draw: random.Random  # one per conversation, so that every rule gets the same conversations
     turns: int = 0
     tokens: int = 0  # of the prompt of its next turn
     answer: int = 0

@@ -159,7 +159,7 @@ def test_texts_are_tokenized_while_the_full_tokenizer_is_created(lazy):
 
 
 def test_the_backend_is_used_while_the_full_tokenizer_is_created(lazy):
-    """By whoever has it, such as the server, which counts tokens before it tokenizes a prompt."""
+    """The server counts the tokens of a prompt with the backend itself, in another thread."""
     text, end = "the 12 naïve " * 50000, threading.Event()
     found, failed = [], []
 

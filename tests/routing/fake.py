@@ -1,9 +1,12 @@
 """An instance of vLLM without a model: its answer to a prompt of letters is the alphabet that follows them."""
 
 import asyncio
+import contextlib
 import json
 
 import httpx
+
+from snapstream.routing.app import create_app
 
 END = 26
 
@@ -97,6 +100,17 @@ def stream(instance, chunks):
             instance.closed += 1
 
     return httpx.Response(200, stream=Body(), headers={"content-type": "text/event-stream"})
+
+
+@contextlib.asynccontextmanager
+async def client_of(settings, transport, **options):
+    """A client of a router that reaches its instances by a transport."""
+    app = create_app(settings, transport)
+    async with app.router.lifespan_context(app):
+        asgi = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=asgi, base_url="http://router", **options) as client:
+            client.proxy = app.state.proxy
+            yield client
 
 
 class Network(httpx.AsyncBaseTransport):

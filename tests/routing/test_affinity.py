@@ -10,11 +10,10 @@ import pytest
 pytest.importorskip("fastapi")
 from snapstream.errors import ConfigurationError
 from snapstream.routing.affinity import PIECE, Affinity, Marks
-from snapstream.routing.app import create_app
 from snapstream.routing.instances import Instance, Pool
 from snapstream.routing.settings import RouterSettings
 from tests.routing.fake import Instance as FakeInstance
-from tests.routing.fake import Network
+from tests.routing.fake import Network, client_of
 
 LONG = "a" * (3 * PIECE)
 
@@ -154,12 +153,8 @@ def test_a_session_has_one_place_whoever_routes_it():
 @contextlib.asynccontextmanager
 async def router(names, affinity=4.0, **instances):
     settings = RouterSettings((), tuple(f"http://{name}" for name in names), check_seconds=0.02, affinity=affinity)
-    app = create_app(settings, Network(**instances))
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            client.proxy = app.state.proxy
-            yield client
+    async with client_of(settings, Network(**instances)) as client:
+        yield client
 
 
 def replicas(names, kind=FakeInstance):
@@ -355,13 +350,10 @@ def test_benchmarks_of_vllm_work_through_the_router():
         instances = replicas("a")
         instances["a"].delay = 0.2
         settings = RouterSettings((), ("http://a",), check_seconds=60, keep_alive_seconds=0.05)
-        app = create_app(settings, Network(**instances))
-        async with app.router.lifespan_context(app):
-            agent = {"User-Agent": "Python/3.12 aiohttp/3.13"}
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=agent) as client:
-                body = {"model": "letters", "prompt": "abc", "max_tokens": 3, "stream": True}
-                answer = await client.post("/v1/completions", json=body)
+        agent = {"User-Agent": "Python/3.12 aiohttp/3.13"}
+        async with client_of(settings, Network(**instances), headers=agent) as client:
+            body = {"model": "letters", "prompt": "abc", "max_tokens": 3, "stream": True}
+            answer = await client.post("/v1/completions", json=body)
         assert ":" not in {line[:1] for line in answer.text.splitlines()}
         assert "\n\n\n" in answer.text
         assert instances["a"].asked[0][2]["user-agent"] == agent["User-Agent"]
@@ -399,12 +391,9 @@ def test_paths_are_forwarded_as_they_are():
 
     async def work():
         settings = RouterSettings((), ("http://a/base",), check_seconds=60)
-        app = create_app(settings, Here())
-        async with app.router.lifespan_context(app):
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-                await client.get("/v1/contexts/a%2Fb/tokens?x=1")
-                await client.delete("/v1/sessions/name%20x")
+        async with client_of(settings, Here()) as client:
+            await client.get("/v1/contexts/a%2Fb/tokens?x=1")
+            await client.delete("/v1/sessions/name%20x")
 
     asyncio.run(work())
     assert asked[-2:] == [b"/base/v1/contexts/a%2Fb/tokens?x=1", b"/base/v1/sessions/name%20x"]

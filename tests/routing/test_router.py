@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 from snapstream.errors import ConfigurationError
-from snapstream.routing.app import create_app
 from snapstream.routing.settings import RouterSettings, parse_urls
-from tests.routing.fake import Instance, Network
+from tests.routing.fake import Instance, Network, client_of
 
 BODY = {"model": "letters", "prompt": "abc", "max_tokens": 5, "temperature": 0}
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "abc"}], "temperature": 0}
@@ -27,12 +26,8 @@ async def router(prefill="p", decode="d", attempts=3, keep_alive_seconds=5.0, **
         check_seconds=0.02,
         keep_alive_seconds=keep_alive_seconds,
     )
-    app = create_app(settings, Network(**instances))
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            client.proxy = app.state.proxy
-            yield client
+    async with client_of(settings, Network(**instances)) as client:
+        yield client
 
 
 def both():

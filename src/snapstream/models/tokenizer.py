@@ -127,7 +127,7 @@ class LazyTokenizer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by whoever looks for a protocol, such as numpy's
+        if name.startswith("__"):  # numpy and others probe for protocols, such as __array__
             raise AttributeError(name)
         if self._full is None:
             if name in self._named:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from snapstream import __version__
 from snapstream.routing.answers import event
 from snapstream.routing.instances import Instance
-from snapstream.routing.proxy import Proxy, Refused, Reply, UpstreamError
+from snapstream.routing.proxy import FORWARDED, Proxy, Refused, Reply, UpstreamError, another_may
 from snapstream.routing.settings import RouterSettings
 from snapstream.serving.clients import DisconnectedError, until_disconnect
 from snapstream.serving.middleware import HeadMiddleware
@@ -98,27 +98,31 @@ def create_app(settings: RouterSettings, transport: httpx.AsyncBaseTransport | N
 
 async def _send(proxy: Proxy, instance: Instance, request: Request) -> httpx.Response:
     """Forward a request as it is."""
-    names = ("authorization", "x-api-key", "content-type", "x-request-id", "user-agent")
-    headers = {name: request.headers[name] for name in names if name in request.headers}
+    headers = {name: request.headers[name] for name in (*FORWARDED, "content-type") if name in request.headers}
     base, query = httpx.URL(instance.url), request.scope["query_string"]
     path = base.raw_path.rstrip(b"/") + (request.scope.get("raw_path") or request.url.path.encode())
     url = base.copy_with(raw_path=path + (b"?" + query if query else b""))
     return await proxy.client.request(request.method, url, content=await request.body(), headers=headers)
 
 
+async def _try(proxy: Proxy, instance: Instance, request: Request) -> httpx.Response | str:
+    """Forward a request; the answer, or why another instance is to be asked."""
+    try:
+        answer = await _send(proxy, instance, request)
+    except httpx.HTTPError as error:
+        return proxy.failed("decode", instance, error)
+    return f"{instance.url} answered {answer.status_code}" if another_may(answer.status_code) else answer
+
+
 async def _forward(proxy: Proxy, request: Request) -> Response:
     """Forward a request to any instance that can answer it."""
     failure = "no instance is healthy"
     for instance in proxy.decode.candidates(proxy.settings.attempts):
-        try:
-            answer = await _send(proxy, instance, request)
-        except httpx.HTTPError as error:
-            failure = proxy.failed("decode", instance, error)
-            continue
-        if answer.status_code < 500 and answer.status_code != 429:
+        answer = await _try(proxy, instance, request)
+        if not isinstance(answer, str):
             return _passed(answer)
-        failure = f"{instance.url} answered {answer.status_code}"
-    return _error(503, failure, headers={"Retry-After": "2"})
+        failure = answer
+    return _unavailable(failure)
 
 
 async def _search(proxy: Proxy, request: Request) -> Response:
@@ -128,22 +132,18 @@ async def _search(proxy: Proxy, request: Request) -> Response:
     """
     found, missing, failure = None, list[httpx.Response](), "not all instances could be asked"
     for instance in proxy.decode.candidates(len(proxy.decode.instances)):
-        try:
-            answer = await _send(proxy, instance, request)
-        except httpx.HTTPError as error:
-            failure = proxy.failed("decode", instance, error)
-            continue
-        if answer.status_code == 404:
+        answer = await _try(proxy, instance, request)
+        if isinstance(answer, str):
+            failure = answer
+        elif answer.status_code == 404:
             missing.append(answer)
-        elif answer.status_code >= 500 or answer.status_code == 429:
-            failure = f"{instance.url} answered {answer.status_code}"
         else:
             found = answer
             if request.method != "DELETE":
                 break
     if found is None and len(missing) == len(proxy.decode.instances):
         found = missing[0]
-    return _error(503, failure, headers={"Retry-After": "2"}) if found is None else _passed(found)
+    return _unavailable(failure) if found is None else _passed(found)
 
 
 def _passed(answer: httpx.Response) -> Response:
@@ -154,7 +154,7 @@ async def _forward_to_all(proxy: Proxy, request: Request) -> Response:
     """Forward a request for a list to all healthy instances, and join the lists."""
     instances = [one for one in proxy.decode.instances if one.is_well]
     if not instances:
-        return _error(503, "no instance is healthy", headers={"Retry-After": "2"})
+        return _unavailable("no instance is healthy")
     try:
         answers = await asyncio.gather(*(_send(proxy, one, request) for one in instances))
         for answer in answers:
@@ -254,8 +254,12 @@ def _failed(error: BaseException) -> Response:
     if isinstance(error, Refused):
         return Response(error.body, error.status, media_type="application/json")
     if isinstance(error, UpstreamError):
-        return _error(503, f"no instance could serve this: {error}", headers={"Retry-After": "2"})
+        return _unavailable(f"no instance could serve this: {error}")
     raise error
+
+
+def _unavailable(message: str) -> JSONResponse:
+    return _error(503, message, headers={"Retry-After": "2"})
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

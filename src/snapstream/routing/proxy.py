@@ -23,9 +23,15 @@ from snapstream.routing.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
-_FORWARDED = ("authorization", "x-request-id", "x-api-key", "user-agent")
+FORWARDED = ("authorization", "x-request-id", "x-api-key", "user-agent")
+"""Headers of a client that instances get, too."""
 _STATE = re.compile(rb'"id": ?"((?:ctx-|resp_)[^"]+)"')
 """The id of a context or a response, at the beginning of an answer."""
+
+
+def another_may(status: int) -> bool:
+    """Whether another instance may serve what one has answered with this status."""
+    return status >= 500 or status == 429
 
 
 class UpstreamError(Exception):
@@ -93,7 +99,7 @@ class Proxy:
             UpstreamError: No instance could serve it.
         """
         marks = Marks.of(body, headers)
-        passed = {name: headers[name] for name in _FORWARDED if name in headers}
+        passed = {name: headers[name] for name in FORWARDED if name in headers}
         reason = reason_for_whole(kind, body)
         if reason is None and self.prefill.well == 0:
             reason = "no prefill instance"
@@ -237,7 +243,7 @@ class Proxy:
             stack.enter_context(instance.serving())
             asked = self.client.stream("POST", f"{instance.url}/v1/{kind}", json=body, headers=headers)
             response = await stack.enter_async_context(asked)
-            if response.status_code >= 500 or response.status_code == 429:
+            if another_may(response.status_code):
                 said = (await response.aread())[:500].decode(errors="replace")
                 raise UpstreamError(f"{response.status_code}: {said}")
             if response.status_code >= 400:
