@@ -142,7 +142,9 @@ class OpenVino(Worker):
             mode = genai.AggregationMode.NORM_SUM
             scheduler.use_cache_eviction = True
             scheduler.cache_eviction_config = genai.CacheEvictionConfig(32, budget // 4, budget, mode)
-        options = {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16", "INFERENCE_NUM_THREADS": 2}
+        # On processors with nothing beyond AVX2, its attention knows only float32.
+        number = "bf16" if " avx512f" in Path("/proc/cpuinfo").read_text() else "f32"
+        options = {"INFERENCE_PRECISION_HINT": number, "KV_CACHE_PRECISION": number, "INFERENCE_NUM_THREADS": 2}
         self.pipe = genai.ContinuousBatchingPipeline(f"{model}/openvino", scheduler, "CPU", options)
         self.handles: list[Any] = []
         self.tokens: list[list[int]] = []

@@ -6,6 +6,7 @@ spread. Prints Markdown; `--json FILE` saves the raw numbers.
 
     python benchmarks/peers.py                      # everything; about two hours on 2 cores, on a quiet machine
     python benchmarks/peers.py --only prefill       # or: start, decode, neighbours
+    python benchmarks/peers.py --only prefill --peers openvino vllm --lengths 128 256 1024
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ ENVIRONMENTS = {
 }
 CONTEXT, BUDGET, ROOM = 16384, 4096, 4608
 PROMPTS = (128, 256, 512, 1024, 2048, 4096, CONTEXT, 32768)
+PREFILL_PEERS = ("openvino", "transformers", "vllm", "llama.cpp")
 PAUSE = 0.5
 """Seconds between measurements: after its work, an engine's threads may keep the processor busy for a while."""
 CONTEXTS, BATCHES = (4096, CONTEXT, 32768), (1, 4, 8)
@@ -100,22 +102,20 @@ def beside(numerators: list[float], denominators: list[float]) -> list[float]:
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def prefill(model: str, rounds: int) -> dict[str, Any]:
+def prefill(
+    model: str, rounds: int, lengths: Sequence[int] = PROMPTS, peers: Sequence[str] = PREFILL_PEERS
+) -> dict[str, Any]:
     """Seconds to the first token of one prompt."""
     results: dict[str, Any] = {}
     print("\n## Prefill of one prompt: peer's time / SnapStream's time (above 1: SnapStream is faster)\n")
-    engines = [
-        Engine("snapstream", model, PROMPTS[-1] + ROOM, 1, BUDGET),
-        Engine("openvino", model, PROMPTS[-1] + ROOM, 1, BUDGET),
-        Engine("transformers", model, PROMPTS[-1] + ROOM, 1),
-        Engine("vllm", model, PROMPTS[-1] + ROOM, 1),
-        Engine("llama.cpp", model, PROMPTS[-1] + ROOM, 1),
-    ]
+    room = max(lengths) + ROOM
+    engines = [Engine("snapstream", model, room, 1, BUDGET)]
+    engines += [Engine(name, model, room, 1, BUDGET if name == "openvino" else None) for name in peers]
     said = {engine.name: engine.ask("say", prompts(1, 300, 0)[0], 5) for engine in engines}
     print("First tokens of one answer, as a check that the weights are the same:", said, "\n")
     print("| tokens | " + " | ".join(engine.name for engine in engines[1:]) + " |")
     print("|---" * len(engines) + "|")
-    for length in PROMPTS:
+    for length in lengths:
         # A prefill of 16,384 tokens takes llama.cpp minutes, and only increases its ratio.
         measured = [engine for engine in engines if length < CONTEXT or engine.name != "llama.cpp"]
         times: dict[str, list[float]] = {engine.name: [] for engine in measured}
@@ -226,19 +226,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS)
     parser.add_argument("--contexts", type=int, nargs="+", help="context lengths for decoding", default=CONTEXTS)
+    parser.add_argument("--lengths", type=int, nargs="+", help="prompt lengths for prefill", default=PROMPTS)
+    parser.add_argument("--peers", nargs="+", choices=PREFILL_PEERS, help="engines for prefill", default=PREFILL_PEERS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     known = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {name}" in flags]
     print(f"Processor: {', '.join(known)}; {os.cpu_count()} cores.")
+    chosen = {
+        "decode": {"contexts": arguments.contexts},
+        "prefill": {"lengths": arguments.lengths, "peers": arguments.peers},
+    }
     results = {}
     with tempfile.TemporaryDirectory() as directory:
         make_models(Path(directory))
         for section in (arguments.only,) if arguments.only else SECTIONS:
             rounds = arguments.rounds if section in ("decode", "neighbours") else min(arguments.rounds, 3)
-            chosen = {"contexts": arguments.contexts} if section == "decode" else {}
-            results[section] = globals()[section](directory, rounds, **chosen)
+            results[section] = globals()[section](directory, rounds, **chosen.get(section, {}))
     if arguments.json:
         write_text(arguments.json, json.dumps(results))
 

@@ -62,6 +62,11 @@ BASELINE = "mixed"
 """The contender that all others are compared with, question by question."""
 
 
+def give_tokenizer(tokenizer) -> None:
+    """Give KVzip the tokenizer, which it would load for every prompt: that is not part of the method."""
+    kvzip_press.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda _: tokenizer)
+
+
 def split(prompts: Prompts, text: str, ask: str, lead: str) -> tuple[list[int], list[int]]:
     """Tokens before the question, and tokens from the question up to the answer."""
     whole = text + ask + lead
@@ -114,8 +119,7 @@ def main() -> None:
             for name in ("sdpa", "snapstream")
         }
         prompts = Prompts(AutoTokenizer.from_pretrained(path), chat=None)
-        # KVzip loads the tokenizer for every prompt, which is not part of the method.
-        kvzip_press.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda _: prompts.tokenizer)
+        give_tokenizer(prompts.tokenizer)
         lengths, times = [int(length) for length in arguments.lengths.split(",")], arguments.when.split(",")
         right, seconds = defaultdict(list), defaultdict(list)
         for task in (TASKS[name] for name in arguments.tasks.split(",")):

@@ -40,7 +40,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "q8_0"])
+@pytest.mark.parametrize("weights", [pytest.param("bfloat16", marks=pytest.mark.slow), "q8_0"])
 def test_some_parts_run_dry(tmp_path, weights):
     path = tmp_path / "gpu.json"
     done = run("--device", "cpu", "--tiny", "--only", "bandwidth,memory", "--json", path, "--weights", weights)

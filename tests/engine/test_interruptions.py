@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 
 import snapstream
 from snapstream import LLM, CacheBudget, RequestError, SamplingParams
@@ -222,6 +223,7 @@ def test_real_signals_while_streams_are_open(llm, alone, again):
                     assert "".join(output.new_text for output in outputs) == alone[number].text
                     whole += 1
             assert llm.generate(*JOBS[numbers[0]])[0].token_ids == alone[numbers[0]].token_ids
+            assert torch.is_grad_enabled()
             while llm.engine.busy:  # interrupts in the cleaning up may leave outputs that nobody waits for
                 llm.engine.step()
             assert_idle(llm)

@@ -14,7 +14,7 @@ from snapstream.kernels.operations import PlainProgram
 from snapstream.kernels.quantizing import quantize
 from snapstream.kernels.stock import StockProgram
 from snapstream.kernels.weight import BlockWeight, DenseWeight, joined
-from tests.blocks import random_rows, random_weight, rounding_bound
+from tests.blocks import equal_rows, random_rows, random_weight, rounding_bound
 from tests.kernels.threads import on_threads
 from tests.products import multiply, multiply_experts, of_step
 
@@ -75,6 +75,19 @@ def test_products_equal_float64(kind, dtype, T, rows, columns):
     assert ((got.double() - want).abs() <= bound).all()
     # The bound is not loose: errors of many roundings are some part of it.
     assert T == 1 or ((got.double() - want).abs() > bound / 1000).any()
+
+
+@has_kernels
+@each_kind
+@pytest.mark.parametrize("byte", [0, 127, 128, 255])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_sums_of_the_largest_numbers_fit(kind, byte, sign):
+    """Some processors add products in 16 bits."""
+    weight = BlockWeight(kind.pack(equal_rows(kind, 16, 512, byte)), kind, 16)
+    x = torch.full((9, 512), sign * 3.0)
+    want = x.double() @ weight.dense(torch.float64).T
+    for many in (False, True):
+        torch.testing.assert_close(multiply(x, weight, many=many).double(), want, rtol=1e-5, atol=1e-5)
 
 
 @has_kernels

@@ -239,9 +239,17 @@ assert library.load() is not None
 """
 
 
+def copying_compiler(directory, library, seconds=0.0):
+    """A compiler that takes some time to write a library that has been built before; returns its path."""
+    path = directory / "compiler"
+    path.write_text(f'#!/bin/sh\nsleep {seconds}\nwhile [ "$1" != -o ]; do shift; done\ncp "{library}" "$2"\n')
+    path.chmod(0o755)
+    return path
+
+
 def test_two_processes_build_at_once(built, nothing_installed):
-    """What a compiler takes for one library, and for the tests of all of them, is most of this file's time."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(nothing_installed)}
+    compiler = copying_compiler(nothing_installed, built[a_level().name], seconds=0.3)
+    environment = os.environ | {"XDG_CACHE_HOME": str(nothing_installed), "CXX": str(compiler)}
     command = [sys.executable, "-c", _BUILDS, str(nothing_installed / "installed")]
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
@@ -272,10 +280,7 @@ def test_without_kernels_plain_torch_says_the_same(request, tmp_path):
     compilers = ["no-compiler-here"]
     if build.compiler() is not None:
         built = request.getfixturevalue("built")[a_level().name]
-        ready = tmp_path / "compiler"
-        ready.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{built}" "$2"\n')
-        ready.chmod(0o755)
-        compilers += [str(ready)] * 2
+        compilers += [str(copying_compiler(tmp_path, built))] * 2
     save_checkpoint(tmp_path / "model", "qwen3")
     save_tokenizer(tmp_path / "model")
     said = []

@@ -272,8 +272,12 @@ def test_bfloat16_agrees(tmp_path):
     model = load_model(tmp_path, spec, torch.bfloat16, CPU)
     tokens = torch.arange(5, 60)
     with torch.no_grad():
-        want, got = peer(tokens[None]).logits[0].float(), logits_of(model, tokens)
-    assert F.cosine_similarity(got, want, dim=-1).min() > 0.98
+        got = logits_of(model, tokens)
+        rounded = peer(tokens[None]).logits[0].float()
+        exact = peer.float()(tokens[None]).logits[0]
+    # On some processors, rounding sends a token to another expert in transformers, which in float32 it does not.
+    nearest = torch.stack([F.cosine_similarity(got, want, dim=-1) for want in (rounded, exact)]).amax(0)
+    assert nearest.min() > 0.98
 
 
 @pytest.mark.parametrize("family", LATENT)

@@ -27,7 +27,7 @@ def test_load(task_llm, capsys):
         assert refused > 0  # there were more than the queue takes, and all were answered in the end
 
 
-@pytest.mark.parametrize("speculative", ["off", "lookup"])
+@pytest.mark.parametrize("speculative", [pytest.param("off", marks=pytest.mark.slow), "lookup"])
 def test_with_structured_answers_and_tools_among_them(tmp_path, capsys, speculative):
     save_model(tmp_path, MERGES, max_position_embeddings=2**15)
     llm = make(tmp_path, 256, max_model_len=20_000, slots=4, speculative=speculative, prefill_chunk=512)

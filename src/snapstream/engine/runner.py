@@ -32,6 +32,7 @@ from snapstream.engine.requests.output import Token, TokenLogprobs
 from snapstream.engine.requests.request import Request
 from snapstream.engine.settings import Setup
 from snapstream.errors import ConfigurationError
+from snapstream.inference import in_inference_mode
 from snapstream.kernels.sampling import Sampled, SamplingState, sample, shapes_may_vary
 from snapstream.kernels.triton import current_device
 from snapstream.models import DecoderModel
@@ -200,7 +201,7 @@ class ModelRunner:
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @in_inference_mode
     def begin(self, requests: Sequence[Request], lane: int) -> PrefillJob:
         """Begin a prefill; see :class:`Runner`."""
         first = requests[0]
@@ -267,7 +268,7 @@ class ModelRunner:
             )
         return token
 
-    @torch.inference_mode()
+    @in_inference_mode
     def _draw_first(self, request: Request, logits: Tensor) -> Token:
         """Sample the first token of an output from the logits of prefill."""
         tokens = to_device(request.all_tokens, self.device)

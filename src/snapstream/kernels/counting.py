@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from snapstream.inference import in_inference_mode
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,6 +69,6 @@ def _address(tensor: Tensor) -> int:
 def peak_of(function: Callable[[], object]) -> int:
     """The most bytes that a function makes at a time on the meta device."""
     counted = Counted()
-    with torch.inference_mode(), counted:
-        function()
+    with counted:
+        in_inference_mode(function)()
     return counted.peak

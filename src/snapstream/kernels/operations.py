@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from snapstream.cache import QuantizedType, dense_dtype
+from snapstream.inference import in_inference_mode
 from snapstream.kernels import plain
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.plain import Activation
@@ -439,7 +440,7 @@ class PlainProgram:
     operations: Sequence[Operation]
     work: StepBuffers = field(repr=False)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, ``steps`` times."""
         for self.work.step in range(steps):

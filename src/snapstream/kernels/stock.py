@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from snapstream.inference import in_inference_mode
 from snapstream.kernels import cpu, plain, triton
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import PromptChunk, StepBuffers
@@ -75,7 +75,7 @@ class StockProgram:
         self._scratch = cpu.Scratch() if scratch is None else scratch
         self._parts = {(0, None): self._planned(operations)}
 
-    @torch.inference_mode()
+    @in_inference_mode
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times."""
         if (first, last) not in self._parts:

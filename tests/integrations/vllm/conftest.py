@@ -15,6 +15,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # Otherwise vLLM binds every engine to the same core, and the other cores stay idle.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# numba, which n-gram speculation imports, raises the number of threads to that of the cores when it is first used. The
+# next engine of stock vLLM in the process then gives wrong tokens (seen with AVX2 only).
+os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 os.environ.pop("SNAPSTREAM_BUDGET", None)
 
 

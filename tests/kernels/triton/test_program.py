@@ -88,8 +88,17 @@ def test_every_operation_equals_plain_torch(checkpoint, dtype, tokens, drafted):
 
 
 @pytest.mark.parametrize("types", MIXED, ids=lambda types: "-".join(f"{each}"[6:] for each in types))
-@pytest.mark.parametrize(("tokens", "drafted"), [(1, None), (3, DRAFTED)])
-@pytest.mark.parametrize("family", ["qwen3-windows", "deepseek-v3", "qwen3.5"])
+@pytest.mark.parametrize(
+    ("family", "tokens", "drafted"),
+    [
+        ("qwen3-windows", 1, None),
+        ("deepseek-v3", 3, DRAFTED),
+        ("qwen3.5", 1, None),
+        pytest.param("qwen3-windows", 3, DRAFTED, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", 1, None, marks=pytest.mark.slow),
+        pytest.param("qwen3.5", 3, DRAFTED, marks=pytest.mark.slow),
+    ],
+)
 @torch.inference_mode()
 def test_every_tensor_has_a_type_of_its_own(family, types, tokens, drafted, tmp_path):
     """Operation by operation; then what is fused: a whole step beside activations in float64."""

@@ -33,6 +33,7 @@ from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.renewal import Placement
 from snapstream.engine.decode.verification import Verification, most_tokens
 from snapstream.engine.settings import Setup, Types
+from snapstream.inference import in_inference_mode
 from snapstream.kernels.buffers import Slots
 from snapstream.kernels.sampling import Sampled, SamplingState, impose, sample, sample_greedy
 from snapstream.models import DecoderModel
@@ -170,7 +171,7 @@ class Decode:
         if self.lagging is not None:
             self.lagging.warm_up()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def start(
         self,
         slot: int,
@@ -209,13 +210,13 @@ class Decode:
         counts = (layouts[self.model.spec.group_of(layer)].count for layer in range(len(self.layers)))
         return [layer.row(slot, count) for layer, count in zip(self.layers, counts, strict=True)]
 
-    @torch.inference_mode()
+    @in_inference_mode
     def put(self, slot: int, sequence: CompressedSequence) -> None:
         """Copy a sequence's cache into a free slot."""
         for mine, theirs in zip(self.layers, sequence.layers, strict=True):
             mine.row(slot).put(theirs, len(sequence.tokens))
 
-    @torch.inference_mode()
+    @in_inference_mode
     def extract(
         self,
         slot: int,
@@ -277,7 +278,7 @@ class Decode:
             answer=answer,
         )
 
-    @torch.inference_mode()
+    @in_inference_mode
     def renew(
         self,
         slot: int,
@@ -321,14 +322,14 @@ class Decode:
         device = self.token.device
         return _Entries(to_device(indices, device), to_device([entry_of(layout, at) for at in indices], device), layout)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def release(self, slot: int) -> None:
         """Free a slot. Its entries are not cleared: an inactive slot has no valid ones."""
         self.active[slot].fill_(False)
         self.count[:, slot].fill_(0)
         self.forced[slot].fill_(-1)  # an interrupted launch may have left some
 
-    @torch.inference_mode()
+    @in_inference_mode
     def allow(self, masks: Mapping[int, Tensor]) -> None:
         """Set the tokens that grammars allow.
 
@@ -395,7 +396,7 @@ class Decode:
         step = verification.sampled() if not greedy else [self._only_tokens(each) for each in verification.greedy()]
         return step, self.accepted.clone()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def read(self, tokens: Mapping[int, Sequence[int]], *, certain: bool) -> Tensor:
         """Process given tokens in inactive slots; a draft model uses this to follow the large model.
 

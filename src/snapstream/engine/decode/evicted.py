@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import LayerCache, LayerGroup
+from snapstream.inference import in_inference_mode
 
 FURTHEST = 16
 """Number of decoded tokens after the end of a text, such as a stop string of several tokens, that can be taken back."""
@@ -41,7 +42,7 @@ class Evicted:
         """Bytes in memory; frames are those of the slots."""
         return sum(each.nbytes for cache in self._held.values() for each in cache.tensors[: cache.stored])
 
-    @torch.inference_mode()
+    @in_inference_mode
     def before_launch(self, position: Tensor, count: Tensor) -> None:
         """Copy the entries that the next launch may overwrite.
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from snapstream.inference import in_inference_mode
+
 
 class StaticGraph:
     """A function without arguments over tensors at fixed addresses.
@@ -30,7 +32,7 @@ class StaticGraph:
         self._captured: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
 
-    @torch.inference_mode()
+    @in_inference_mode
     def warm_up(self, pool: Any = None) -> None:
         """Run the function once, and capture it; the device must be the current one.
 
@@ -49,7 +51,7 @@ class StaticGraph:
         with torch.cuda.graph(self._captured, pool=pool, stream=stream):
             self._result = self._function()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def __call__(self) -> Any:
         """Run the function once; on CUDA, the device must be the current one."""
         if self._captured is None:

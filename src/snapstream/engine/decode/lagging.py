@@ -17,6 +17,7 @@ from snapstream.config import EngineConfig
 from snapstream.engine.decode.evicted import FURTHEST
 from snapstream.engine.decode.programs import Programs
 from snapstream.engine.decode.verification import Run
+from snapstream.inference import in_inference_mode
 from snapstream.kernels.buffers import Slots, StepBuffers, allocate_buffers
 from snapstream.models.spec import ModelSpec
 
@@ -65,14 +66,14 @@ class Lagging:
         self._coming.zero_()
         self._advance()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def begin(self, slot: int, position: int) -> None:
         """Take over the state of a slot, which has taken in ``position`` tokens."""
         self._taken_in[slot].fill_(position)
         for lagging, current in zip(self._states, self._current, strict=True):
             lagging.matrices[slot].copy_(current.matrices[slot])
 
-    @torch.inference_mode()
+    @in_inference_mode
     def before_launch(self) -> None:
         """Follow the slots at a distance, so that no input is overwritten that a lagging state still needs."""
         behind = self._slots.position - FURTHEST - self._taken_in
@@ -80,7 +81,7 @@ class Lagging:
         self._advance()
         self._taken_in.add_(self._coming)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def states(self, slot: int, tokens: int, into: Sequence[LayerCache]) -> None:
         """Copy the states of a slot out of it, as they were after its first ``tokens`` tokens.
 

@@ -21,6 +21,7 @@ from snapstream.engine.requests.tokenizing import tokenizing_bytes
 from snapstream.engine.runner import ModelRunner, smaller_budgets
 from snapstream.engine.settings import Setup
 from snapstream.errors import ConfigurationError
+from snapstream.inference import in_inference_mode
 from snapstream.kernels.counting import Counted
 from snapstream.kernels.formats import FORMATS
 from snapstream.kernels.products import keeps_blocks
@@ -107,7 +108,7 @@ def _models(setup: Setup) -> list[DecoderModel]:
 
 
 @without_compiler()
-@torch.inference_mode()
+@in_inference_mode
 def _plan(setup: Setup, models: Sequence[DecoderModel], *, is_drafter: bool = False) -> MemoryPlan:
     """The plan of an engine with these models; see :func:`_models`."""
     spec, config, device = setup.spec, setup.config, setup.device

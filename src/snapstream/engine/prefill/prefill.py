@@ -39,6 +39,7 @@ from snapstream.engine.prefill.result import count_parts
 from snapstream.engine.prefill.staging import Staging
 from snapstream.engine.requests.output import TokenLogprobs
 from snapstream.engine.settings import Setup, Types
+from snapstream.inference import in_inference_mode
 from snapstream.kernels import cpu
 from snapstream.kernels.buffers import BufferView, PromptChunk, Slots, allocate_buffers
 from snapstream.kernels.launches import has_loop, loop_operations, reserve
@@ -187,7 +188,7 @@ class Prefill:
         """Whether a prompt of so many tokens, cached ones included, is read with widened weights."""
         return 0 < self.widened_from <= tokens
 
-    @torch.inference_mode()
+    @in_inference_mode
     def advance(self, job: PrefillJob) -> None:
         """Take the next chunk through the current layer; after the last chunk, compress the layer.
 

@@ -19,29 +19,82 @@ struct PartWeights {
   }
 };
 
-// Adds a part of a row times a part of a tile. Two sums at once keep the processor busy.
+// The same part, m rows further on.
+inline const Rounded* row_after(const Rounded* x, int64_t step, int m) {
+  return reinterpret_cast<const Rounded*>(reinterpret_cast<const char*>(x) + m * step);
+}
+
+// Adds a part of a row times a part of a tile: sums of products of both halves, by scales.
 template <typename F>
-inline void multiply_part(const PartWeights<F>& weights, const Rounded& x, vec& total) {
-  const int8_t* four = x.numbers;
-  vec_i32 low{}, high{};
-  if constexpr (F::OFFSET != 0) {
-    low -= static_cast<int32_t>(F::OFFSET) * x.sums[0], high -= static_cast<int32_t>(F::OFFSET) * x.sums[1];
-  }
-  UNROLL for (int i = 0; i < QUADS / 2; ++i) {
-    low = dot<F::EIGHT_BITS>(low, weights.numbers[i], four + 4 * i);
-    high = dot<F::EIGHT_BITS>(high, weights.numbers[i + QUADS / 2], four + 4 * i + PART / 2);
-  }
+ALWAYS_INLINE inline void add_part(const PartWeights<F>& weights, const Rounded& x, vec_i32 low, vec_i32 high, vec& total) {
   if constexpr (F::HALVED) {
-    const vec both = __builtin_convertvector(low, vec) * weights.scales[0] + __builtin_convertvector(high, vec) * weights.scales[1];
+    const vec both = converted<float>(low) * weights.scales[0] + converted<float>(high) * weights.scales[1];
     total += both * x.scale;
   } else {
-    total += __builtin_convertvector(low + high, vec) * (weights.scales[0] * x.scale);
+    total += converted<float>(low + high) * (weights.scales[0] * x.scale);
   }
   if constexpr (F::HAS_MINIMUM) total -= weights.minimum[0] * x.total;
 }
 
+#if defined(SNAPSTREAM_SHORT_SUMS)
+// Sums of products of half a part of M rows, `step` bytes apart, whose numbers begin at x.
+template <int BITS, int M>
+ALWAYS_INLINE inline void sum_half(const vec_u32* numbers, const int8_t* x, int64_t step, vec_i32* sums) {
+  constexpr int TOGETHER = BITS == 8 ? 1 : BITS == 6 ? 2 : 4;  // short sums that may be added
+  static_assert(BITS == 8 || TOGETHER * 2 * 127 * ((1 << BITS) - 1) < 1 << 15);
+  UNROLL for (int i = 0; i < QUADS / 2; i += TOGETHER) {
+    vec_u32 shorts[M];
+    UNROLL for (int j = i; j < i + TOGETHER; ++j) {
+      UNROLL for (int m = 0; m < M; ++m) {
+        const vec_u32 four = same_four(x + m * step + 4 * j);
+        const vec_u32 products = BITS == 8 ? short_sums_with_signs(numbers[j], four) : short_sums(numbers[j], four);
+        shorts[m] = j == i ? products : add_shorts(shorts[m], products);
+        pin(shorts[m]);  // otherwise the compiler computes all products first, and has no registers for them
+      }
+    }
+    UNROLL for (int m = 0; m < M; ++m) sums[m] = i ? sums[m] + sums_of_shorts(shorts[m]) : sums_of_shorts(shorts[m]);
+  }
+}
+
+// Adds a part of M rows, `step` bytes apart, times a part of a tile, which is read once for four rows.
 template <typename F, int M>
-__attribute__((noinline)) void multiply_group(const char* x, int64_t step, const uint8_t* tile, int64_t columns, float* out, int64_t stride) {
+ALWAYS_INLINE inline void multiply_part(const PartWeights<F>& weights, const Rounded* x, int64_t step, vec* total) {
+  const auto multiply_rows = [&]<int COUNT>(int first, std::integral_constant<int, COUNT>) ALWAYS_INLINE {
+    const auto row = [&](int m) ALWAYS_INLINE -> const Rounded& { return *row_after(x, step, first + m); };
+    vec_i32 low[COUNT], high[COUNT];
+    sum_half<F::BITS, COUNT>(weights.numbers, row(0).numbers, step, low);
+    sum_half<F::BITS, COUNT>(weights.numbers + QUADS / 2, row(0).numbers + PART / 2, step, high);
+    UNROLL for (int m = 0; m < COUNT; ++m) {
+      if constexpr (F::OFFSET != 0 && F::BITS != 8) {  // numbers of 8 bits have been multiplied with their signs
+        low[m] -= static_cast<int32_t>(F::OFFSET) * row(m).sums[0], high[m] -= static_cast<int32_t>(F::OFFSET) * row(m).sums[1];
+      }
+      add_part(weights, row(m), low[m], high[m], total[first + m]);
+    }
+  };
+  for (int first = 0; first + 4 <= M; first += 4) multiply_rows(first, std::integral_constant<int, 4>());
+  if constexpr (M % 4 != 0) multiply_rows(M / 4 * 4, std::integral_constant<int, M % 4>());
+}
+#else
+// Adds a part of M rows, `step` bytes apart, times a part of a tile. Two sums at once keep the processor busy.
+template <typename F, int M>
+ALWAYS_INLINE inline void multiply_part(const PartWeights<F>& weights, const Rounded* x, int64_t step, vec* total) {
+  UNROLL for (int m = 0; m < M; ++m) {
+    const Rounded& row = *row_after(x, step, m);
+    vec_i32 low{}, high{};
+    if constexpr (F::OFFSET != 0) {
+      low -= static_cast<int32_t>(F::OFFSET) * row.sums[0], high -= static_cast<int32_t>(F::OFFSET) * row.sums[1];
+    }
+    UNROLL for (int i = 0; i < QUADS / 2; ++i) {
+      low = dot<F::BITS == 8>(low, weights.numbers[i], row.numbers + 4 * i);
+      high = dot<F::BITS == 8>(high, weights.numbers[i + QUADS / 2], row.numbers + 4 * i + PART / 2);
+    }
+    add_part(weights, row, low, high, total[m]);
+  }
+}
+#endif
+
+template <typename F, int M>
+NOT_INLINE void multiply_group(const char* x, int64_t step, const uint8_t* tile, int64_t columns, float* out, int64_t stride) {
   vec total[M] = {};
   for (int64_t begin = 0; begin < columns; begin += F::BLOCK, tile += LANES * F::BYTES) {
     const F block(tile);
@@ -49,19 +102,18 @@ __attribute__((noinline)) void multiply_group(const char* x, int64_t step, const
     for (int part = 0; part < F::BLOCK / PART; ++part) {
       PartWeights<F> weights;
       weights.read(block, part);
-      UNROLL for (int m = 0; m < M; ++m)
-        multiply_part(weights, rounded_row(x, step, m)[begin / PART + part], total[m]);
+      multiply_part<F, M>(weights, rounded_row(x, step, 0) + begin / PART + part, step, total);
     }
   }
   UNROLL for (int m = 0; m < M; ++m) store(out + m * stride, total[m]);
 }
 
 template <typename F, int M>
-__attribute__((noinline)) void multiply_unpacked(const char* x, int64_t step, const PartWeights<F>* weights, int64_t begin, int64_t end, float* sums) {
+NOT_INLINE void multiply_unpacked(const char* x, int64_t step, const PartWeights<F>* weights, int64_t begin, int64_t end, float* sums) {
   vec total[M];
   UNROLL for (int m = 0; m < M; ++m) total[m] = load(sums + m * LANES);
   for (int64_t at = begin / PART; at < end / PART; ++at, ++weights)
-    UNROLL for (int m = 0; m < M; ++m) multiply_part(*weights, rounded_row(x, step, m)[at], total[m]);
+    multiply_part<F, M>(*weights, rounded_row(x, step, 0) + at, step, total);
   UNROLL for (int m = 0; m < M; ++m) store(sums + m * LANES, total[m]);
 }
 

@@ -28,7 +28,7 @@ inline void round_row(const T* from, int64_t columns, Rounded* to) {
       const vec scaled = finite ? x[half] * inverse : vec{};
       const vec_i32 whole = (vec_i32)(scaled + MAGIC) - 0x4B400000;
       store_bytes(to->numbers + half * LANES, whole);
-      to->sums[half] = static_cast<int32_t>(sum(__builtin_convertvector(whole, vec)));
+      to->sums[half] = static_cast<int32_t>(sum(converted<float>(whole)));
     }
     to->scale = finite ? peak / 127.0f : std::numeric_limits<float>::quiet_NaN();
     to->total = to->scale * static_cast<float>(to->sums[0] + to->sums[1]);
@@ -63,7 +63,7 @@ inline void widen_part(const F& block, int part, float (*out)[LANES]) {
     const vec scale = block.scale(part, i / (QUADS / 2));
     for (int j = 0; j < 4; ++j) {
       const vec_i32 whole = (vec_i32)(numbers[i] >> 8 * j & 0xFFu) - static_cast<int32_t>(F::OFFSET);
-      vec wide = __builtin_convertvector(whole, vec) * scale;
+      vec wide = converted<float>(whole) * scale;
       if constexpr (F::HAS_MINIMUM) wide -= block.minimum(part);
       store(out[4 * i + j], wide);
     }

@@ -11,23 +11,15 @@ namespace snapstream {
 constexpr int64_t PART = 32;  // columns that have a common scale in a row of activations
 constexpr int QUADS = 8;      // groups of four columns in a part
 
-inline vec_u32 load_bits(const uint8_t* p) {
-  vec_u32 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-
 // Sixteen float16.
 inline vec load_halves(const uint8_t* p) {
 #if defined(__AVX512F__)
-  __m256i halves;
-  std::memcpy(&halves, p, sizeof(halves));
-  return (vec)_mm512_cvtph_ps(halves);
+  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  const auto* halves = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 #else
-  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
-  half_u16 halves;
-  std::memcpy(&halves, p, sizeof(halves));
-  const vec_u32 wide = __builtin_convertvector(halves, vec_u32), magnitude = (wide & 0x7FFFu) << 13;
+  const vec_u32 wide = load_16_bits(p), magnitude = (wide & 0x7FFFu) << 13;
   const vec finite = (vec)magnitude * 0x1p112f;  // also if subnormal
   const vec_u32 beyond = (vec_u32)(magnitude >= 0x7C00u << 13);
   return (vec)((((vec_u32)finite & ~beyond) | ((magnitude | 0x7F800000u) & beyond)) | (wide & 0x8000u) << 16);
@@ -40,10 +32,16 @@ inline vec_i32 load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return (vec_i32)(SIGNED ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const auto widened = [](const uint8_t* from) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return (vec_i32::Half)(SIGNED ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+  };
+  return {widened(p), widened(p + LANES / 2)};
 #else
-  vec_i32 wide;
+  int32_t wide[LANES];
   for (int i = 0; i < LANES; ++i) wide[i] = SIGNED ? static_cast<int8_t>(p[i]) : p[i];
-  return wide;
+  return load_as<vec_i32>(wide);
 #endif
 }
 
@@ -51,58 +49,105 @@ inline vec_i32 load_bytes(const uint8_t* p) {
 inline void store_bytes(int8_t* p, vec_i32 v) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+  const __m256i shorts = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0b11011000);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 #else
   for (int i = 0; i < LANES; ++i) p[i] = static_cast<int8_t>(v[i]);
 #endif
 }
 
+// Where the processor has no sums of four products of bytes, it has those of two, of 16 bits.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#define SNAPSTREAM_SHORT_SUMS
+
+// Sums of two products of `numbers`, without sign, and of `others`, with one: two sums per lane, which must fit 16 bits.
+ALWAYS_INLINE inline vec_u32 short_sums(vec_u32 numbers, vec_u32 others) {
+  return per_register<vec_u32>([](auto a, auto b) ALWAYS_INLINE {
+#if defined(__AVX512BW__)
+    return (decltype(a))_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+#else
+    return (decltype(a))_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#endif
+  }, numbers, others);
+}
+
+// The same of numbers that are 128 too large.
+ALWAYS_INLINE inline vec_u32 short_sums_with_signs(vec_u32 numbers, vec_u32 others) {
+  return per_register<vec_u32>([](auto a, auto b) ALWAYS_INLINE {
+    const auto with_sign = a ^ 0x80808080u;
+#if defined(__AVX512BW__)
+    const __m512i opposite = _mm512_sub_epi8(_mm512_setzero_si512(), (__m512i)b);
+    const __m512i other = _mm512_mask_mov_epi8((__m512i)b, _mm512_movepi8_mask((__m512i)with_sign), opposite);
+    return (decltype(a))_mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)with_sign), other);
+#else
+    const __m256i other = _mm256_sign_epi8((__m256i)b, (__m256i)with_sign);
+    return (decltype(a))_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)with_sign), other);
+#endif
+  }, numbers, others);
+}
+
+ALWAYS_INLINE inline vec_u32 add_shorts(vec_u32 a, vec_u32 b) {
+  return per_register<vec_u32>([](auto x, auto y) ALWAYS_INLINE {
+    typedef uint16_t shorts __attribute__((vector_size(4 * WIDTH)));
+    return (decltype(x))((shorts)x + (shorts)y);
+  }, a, b);
+}
+
+// The sum of both numbers of a lane.
+ALWAYS_INLINE inline vec_i32 sums_of_shorts(vec_u32 shorts) {
+  return per_register<vec_i32>([](auto both) ALWAYS_INLINE {
+#if defined(__AVX512BW__)
+    return (Lanes<int32_t, WIDTH>)_mm512_madd_epi16((__m512i)both, _mm512_set1_epi16(1));
+#else
+    return (Lanes<int32_t, WIDTH>)_mm256_madd_epi16((__m256i)both, _mm256_set1_epi16(1));
+#endif
+  }, shorts);
+}
+#endif
+
+#if !defined(__AVX2__)
+// Sums of products of four bytes per lane, by numbers of 16 bits. It is called: in its many places, the compiler would need
+// minutes for its code.
+template <bool EIGHT_BITS>
+NOT_INLINE void add_products(vec_i32& total, const vec_u32& numbers, const vec_u32& others) {
+  total += per_register<vec_i32>([](auto a, auto b) ALWAYS_INLINE {
+    typedef int16_t shorts __attribute__((vector_size(4 * WIDTH)));
+    using Sums = Lanes<int32_t, WIDTH>;
+    const auto both = [](shorts sums) ALWAYS_INLINE { return ((Sums)sums << 16 >> 16) + ((Sums)sums >> 16); };
+    const shorts even = (shorts)(a & 0x00FF00FFu) * ((shorts)b << 8 >> 8), odd = (shorts)(a >> 8 & 0x00FF00FFu) * ((shorts)b >> 8);
+    if constexpr (EIGHT_BITS) return both(even) + both(odd);
+    else return both(even + odd);
+  }, numbers, others);
+}
+#endif
+
 // Adds products of four bytes per lane: `numbers` have no sign, of EIGHT_BITS or fewer than seven; `others` have one.
 template <bool EIGHT_BITS>
-inline vec_i32 dot_bytes(vec_i32 total, vec_u32 numbers, vec_u32 others) {
+ALWAYS_INLINE inline vec_i32 dot_bytes(vec_i32 total, vec_u32 numbers, vec_u32 others) {
 #if defined(__AVX512VNNI__)
   return (vec_i32)_mm512_dpbusd_epi32((__m512i)total, (__m512i)numbers, (__m512i)others);
-#elif defined(__AVX512BW__)
-  const __m512i ones = _mm512_set1_epi16(1);
-  const auto add = [&](vec_u32 some) {  // pairs of at most 7 bits times 7 bits fit 16 bits
-    total += (vec_i32)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)some, (__m512i)others), ones);
-  };
-  if (EIGHT_BITS) {
-    add(numbers & 0x7F7F7F7Fu), add(numbers & 0x80808080u);
-  } else {
-    add(numbers);
-  }
-  return total;
-#elif defined(__AVX2__)
-  typedef int32_t half_i32 __attribute__((vector_size(2 * LANES)));
-  const __m256i ones = _mm256_set1_epi16(1);
-  const auto low = [](vec_u32 v) { return (__m256i)__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); };
-  const auto high = [](vec_u32 v) { return (__m256i)__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); };
-  const auto add = [&](vec_u32 some) {
-    const half_i32 a = (half_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(low(some), low(others)), ones);
-    const half_i32 b = (half_i32)_mm256_madd_epi16(_mm256_maddubs_epi16(high(some), high(others)), ones);
-    total += __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  };
-  if (EIGHT_BITS) {
-    add(numbers & 0x7F7F7F7Fu), add(numbers & 0x80808080u);
-  } else {
-    add(numbers);
-  }
-  return total;
+#elif defined(SNAPSTREAM_SHORT_SUMS)
+  if (!EIGHT_BITS) return total + sums_of_shorts(short_sums(numbers, others));
+  total += sums_of_shorts(short_sums(numbers & 0x7F7F7F7Fu, others));
+  return total + sums_of_shorts(short_sums(numbers & 0x80808080u, others));
 #else
-  UNROLL for (int i = 0; i < 4; ++i) {
-    const vec_i32 signed_ones = (vec_i32)(others << (24 - 8 * i)) >> 24;
-    total += (vec_i32)(numbers >> 8 * i & 0xFFu) * signed_ones;
-  }
+  add_products<EIGHT_BITS>(total, numbers, others);
   return total;
 #endif
 }
 
-// The same with four bytes that all lanes have in common.
-template <bool EIGHT_BITS>
-inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
+ALWAYS_INLINE inline vec_u32 same_four(const int8_t* four) {
   uint32_t same;
   std::memcpy(&same, four, sizeof(same));
-  return dot_bytes<EIGHT_BITS>(total, numbers, vec_u32{} + same);
+  return vec_u32{} + same;
+}
+
+// The same with four bytes that all lanes have in common.
+template <bool EIGHT_BITS>
+ALWAYS_INLINE inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
+  return dot_bytes<EIGHT_BITS>(total, numbers, same_four(four));
 }
 
 // ---- The formats. A tile of BLOCK columns has LANES * BYTES bytes. read() gives the numbers of one part of it, without
@@ -113,7 +158,8 @@ inline vec_i32 dot(vec_i32 total, vec_u32 numbers, const int8_t* four) {
 template <bool FIVE, bool MINIMUM>
 struct Simple {
   static constexpr int64_t BLOCK = 32, BYTES = 18 + 2 * MINIMUM + 4 * FIVE, OFFSET = MINIMUM ? 0 : FIVE ? 16 : 8;
-  static constexpr bool HALVED = false, HAS_MINIMUM = MINIMUM, EIGHT_BITS = false;
+  static constexpr bool HALVED = false, HAS_MINIMUM = MINIMUM;
+  static constexpr int BITS = FIVE ? 5 : 4;
   const uint8_t* tile;
   vec factor, least;
 
@@ -127,11 +173,11 @@ struct Simple {
   void read(int, vec_u32* numbers) const {
     const uint8_t* low = tile + LANES * (BYTES - 16);
     UNROLL for (int i = 0; i < QUADS / 2; ++i) {
-      const vec_u32 both = load_bits(low + 64 * i);
+      const vec_u32 both = load_u32(low + 64 * i);
       numbers[i] = both & 0x0F0F0F0Fu, numbers[i + QUADS / 2] = both >> 4 & 0x0F0F0F0Fu;
     }
     if constexpr (FIVE) {  // bit i of a byte belongs to vector i
-      const vec_u32 high = load_bits(low - 64);
+      const vec_u32 high = load_u32(low - 64);
       UNROLL for (int i = 0; i < 4; ++i) numbers[i] |= (high << (4 - i)) & 0x10101010u;
       UNROLL for (int i = 4; i < QUADS; ++i) numbers[i] |= (high >> (i - 4)) & 0x10101010u;
     }
@@ -141,7 +187,8 @@ struct Simple {
 // Q8_0; numbers are stored plus 128.
 struct Bytes {
   static constexpr int64_t BLOCK = 32, BYTES = 34, OFFSET = 128;
-  static constexpr bool HALVED = false, HAS_MINIMUM = false, EIGHT_BITS = true;
+  static constexpr bool HALVED = false, HAS_MINIMUM = false;
+  static constexpr int BITS = 8;
   const uint8_t* tile;
   vec factor;
 
@@ -151,7 +198,7 @@ struct Bytes {
   vec minimum(int) const { return vec{}; }
 
   void read(int, vec_u32* numbers) const {
-    UNROLL for (int i = 0; i < QUADS; ++i) numbers[i] = load_bits(tile + 2 * LANES + 64 * i);
+    UNROLL for (int i = 0; i < QUADS; ++i) numbers[i] = load_u32(tile + 2 * LANES + 64 * i);
   }
 };
 
@@ -159,7 +206,8 @@ struct Bytes {
 template <bool FIVE>
 struct Nested {
   static constexpr int64_t BLOCK = 256, BYTES = 144 + 32 * FIVE, OFFSET = 0;
-  static constexpr bool HALVED = false, HAS_MINIMUM = true, EIGHT_BITS = false;
+  static constexpr bool HALVED = false, HAS_MINIMUM = true;
+  static constexpr int BITS = FIVE ? 5 : 4;
   const uint8_t* tile;
   vec scales[QUADS], minima[QUADS];
 
@@ -168,11 +216,11 @@ struct Nested {
     vec_i32 packed[12];
     UNROLL for (int i = 0; i < 12; ++i) packed[i] = load_bytes<false>(tile + 4 * LANES + i * LANES);
     UNROLL for (int i = 0; i < 4; ++i) {
-      scales[i] = factor * __builtin_convertvector(packed[i] & 63, vec);
-      minima[i] = least * __builtin_convertvector(packed[i + 4] & 63, vec);
+      scales[i] = factor * converted<float>(packed[i] & 63);
+      minima[i] = least * converted<float>(packed[i + 4] & 63);
       const vec_i32 both = packed[i + 8];
-      scales[i + 4] = factor * __builtin_convertvector((both & 15) | (packed[i] >> 6) << 4, vec);
-      minima[i + 4] = least * __builtin_convertvector(both >> 4 | (packed[i + 4] >> 6) << 4, vec);
+      scales[i + 4] = factor * converted<float>((both & 15) | (packed[i] >> 6) << 4);
+      minima[i + 4] = least * converted<float>(both >> 4 | (packed[i + 4] >> 6) << 4);
     }
   }
 
@@ -182,10 +230,10 @@ struct Nested {
   void read(int part, vec_u32* numbers) const {
     const uint8_t* low = tile + LANES * (BYTES - 128) + part / 2 * 512;
     const int shift = part % 2 * 4;
-    UNROLL for (int i = 0; i < QUADS; ++i) numbers[i] = load_bits(low + 64 * i) >> shift & 0x0F0F0F0Fu;
+    UNROLL for (int i = 0; i < QUADS; ++i) numbers[i] = load_u32(low + 64 * i) >> shift & 0x0F0F0F0Fu;
     if constexpr (FIVE) {  // bit `part` of each byte
       const uint8_t* high = tile + LANES * 16;
-      UNROLL for (int i = 0; i < QUADS; ++i) numbers[i] |= (load_bits(high + 64 * i) >> part & 0x01010101u) << 4;
+      UNROLL for (int i = 0; i < QUADS; ++i) numbers[i] |= (load_u32(high + 64 * i) >> part & 0x01010101u) << 4;
     }
   }
 };
@@ -193,14 +241,15 @@ struct Nested {
 // Q6_K: two halves of four parts; scales of 8 bits per 16 columns.
 struct Six {
   static constexpr int64_t BLOCK = 256, BYTES = 210, OFFSET = 32;
-  static constexpr bool HALVED = true, HAS_MINIMUM = false, EIGHT_BITS = false;
+  static constexpr bool HALVED = true, HAS_MINIMUM = false;
+  static constexpr int BITS = 6;
   const uint8_t* tile;
   vec factor;
 
   explicit Six(const uint8_t* tile) : tile(tile), factor(load_halves(tile + LANES * 208)) {}
 
   vec scale(int part, int half) const {
-    return factor * __builtin_convertvector(load_bytes<true>(tile + LANES * (192 + 2 * part + half)), vec);
+    return factor * converted<float>(load_bytes<true>(tile + LANES * (192 + 2 * part + half)));
   }
   vec minimum(int) const { return vec{}; }
 
@@ -208,7 +257,7 @@ struct Six {
     const uint8_t *low = tile + part / 4 * 1024 + part % 2 * 512, *high = tile + 2048 + part / 4 * 512;
     const int shift = part % 4 / 2 * 4, place = part % 4 * 2;
     UNROLL for (int i = 0; i < QUADS; ++i)
-      numbers[i] = (load_bits(low + 64 * i) >> shift & 0x0F0F0F0Fu) | (load_bits(high + 64 * i) >> place & 0x03030303u) << 4;
+      numbers[i] = (load_u32(low + 64 * i) >> shift & 0x0F0F0F0Fu) | (load_u32(high + 64 * i) >> place & 0x03030303u) << 4;
   }
 };
 

@@ -24,15 +24,16 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 FLAGS = (
-    *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-s", "-w"),
+    *("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-w"),
     *("-fno-math-errno", "-ffp-contract=fast"),
-    *("-static-libstdc++", "-static-libgcc"),  # so that they run on machines without a compiler
 )
+LINKING = ("-shared", "-s", "-static-libstdc++", "-static-libgcc")  # runs on machines without a compiler
 MOST_OF_AN_ERROR = 1000
 """Characters of the compiler's output to report: the first error explains the others."""
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
@@ -83,16 +84,21 @@ def compiler() -> list[str] | None:
 
 def library_name(level: Level) -> str:
     """File name of a level's library; it changes with the sources."""
-    digest = hashlib.sha256(repr((FLAGS, level.flags, _header())).encode())
+    digest = hashlib.sha256(repr((FLAGS, LINKING, level.flags, _header())).encode())
     for path in _sources("*.cpp", "*.h"):
         digest.update(path.name.encode() + path.read_bytes())
     return f"libsnapstream-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
-def build(level: Level, directory: Path) -> Path:
+def build(level: Level, directory: Path, workers: ThreadPoolExecutor | None = None) -> Path:
     """Compile a level's library into a directory, unless it exists, and return its path.
 
     The library is moved into place when it is complete, so an interrupted build leaves nothing that would be loaded.
+
+    Args:
+        level: The level.
+        directory: Where the library goes.
+        workers: Threads that wait for compilers; by default one per core, for this library alone.
 
     Raises:
         BuildError: There is no compiler, or it failed.
@@ -105,15 +111,28 @@ def build(level: Level, directory: Path) -> Path:
     if program is None:
         raise BuildError("no C++ compiler found")
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        made, header = Path(temporary) / target.name, Path(temporary) / "interface.h"
-        header.write_text(_header())
-        command = [*program, *FLAGS, *level.flags, "-I", temporary, *map(str, _sources("*.cpp")), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[:MOST_OF_AN_ERROR]}")
-        os.replace(made, target)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+        workers = workers or stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+        (folder / "interface.h").write_text(_header())
+        compiling, flags = [*program, *FLAGS, *level.flags], ("-I", str(folder), "-c")
+        # The largest source takes half of the time, so it goes first.
+        sources = sorted(_sources("*.cpp"), key=lambda source: source.name != "step.cpp")
+        objects = {source: folder / f"{source.stem}.o" for source in sources}
+        waiting = [
+            workers.submit(_run, [*compiling, *flags, str(source), "-o", str(made)]) for source, made in objects.items()
+        ]
+        for compiled in waiting:
+            compiled.result()
+        _run([*compiling, *LINKING, *map(str, objects.values()), "-o", str(folder / target.name)])
+        os.replace(folder / target.name, target)
     return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()[:MOST_OF_AN_ERROR]}")
 
 
 def remove_others(directory: Path, *, days: float = 0.0) -> None:
@@ -133,8 +152,8 @@ def build_all(directory: Path) -> tuple[list[Path], list[tuple[Level, Exception]
     """
     built: list[Path] = []
     failed: list[tuple[Level, Exception]] = []
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        waiting = [(level, threads.submit(build, level, directory)) for level in LEVELS]
+    with ThreadPoolExecutor(os.cpu_count()) as workers, ThreadPoolExecutor(len(LEVELS)) as threads:
+        waiting = [(level, threads.submit(build, level, directory, workers)) for level in LEVELS]
         for level, future in waiting:
             try:
                 built.append(future.result())

@@ -75,7 +75,7 @@ void smooth(const Smoothing& a, int64_t row, float* padded) {
       result = a.largest ? larger(result, vote) : result + vote;
     }
     if (!a.largest) result /= width;
-    std::memcpy(out + at, &result, std::min<int64_t>(LANES, a.length - at) * sizeof(float));
+    put(out + at, result, std::min<int64_t>(LANES, a.length - at));
   }
 }
 

@@ -22,8 +22,6 @@ ALWAYS_INLINE inline void each(const Function& function) {
   (std::make_integer_sequence<int, N>());
 }
 
-#define NOT_INLINE __attribute__((noinline))
-
 // ---- Orders of bytes ----
 
 // Of four vectors of bytes, four vectors with bytes 16 i .. 16 i + 16 of each: a lane has the same byte of all four.
@@ -35,6 +33,18 @@ inline void interleave(vec_u32* v) {
   v[0] = (vec_u32)_mm512_unpacklo_epi16(low_ab, low_cd), v[1] = (vec_u32)_mm512_unpackhi_epi16(low_ab, low_cd);
   v[2] = (vec_u32)_mm512_unpacklo_epi16(high_ab, high_cd), v[3] = (vec_u32)_mm512_unpackhi_epi16(high_ab, high_cd);
   transpose_quarters(v[0], v[1], v[2], v[3]);
+#elif defined(__AVX2__)
+  using Half = vec_u32::Half;
+  const auto two = [](Half a, Half b, Half c, Half d, vec_u32& first, vec_u32& second) ALWAYS_INLINE {
+    const __m256i low_ab = _mm256_unpacklo_epi8((__m256i)a, (__m256i)b), high_ab = _mm256_unpackhi_epi8((__m256i)a, (__m256i)b);
+    const __m256i low_cd = _mm256_unpacklo_epi8((__m256i)c, (__m256i)d), high_cd = _mm256_unpackhi_epi8((__m256i)c, (__m256i)d);
+    const __m256i fours[] = {_mm256_unpacklo_epi16(low_ab, low_cd), _mm256_unpackhi_epi16(low_ab, low_cd),
+                             _mm256_unpacklo_epi16(high_ab, high_cd), _mm256_unpackhi_epi16(high_ab, high_cd)};
+    first = {(Half)_mm256_permute2x128_si256(fours[0], fours[1], 0x20), (Half)_mm256_permute2x128_si256(fours[2], fours[3], 0x20)};
+    second = {(Half)_mm256_permute2x128_si256(fours[0], fours[1], 0x31), (Half)_mm256_permute2x128_si256(fours[2], fours[3], 0x31)};
+  };
+  const vec_u32 a = v[0], b = v[1], c = v[2], d = v[3];
+  two(a.low, b.low, c.low, d.low, v[0], v[1]), two(a.high, b.high, c.high, d.high, v[2], v[3]);
 #else
   uint8_t from[4][64], to[4][64];
   std::memcpy(from, v, sizeof(from));
@@ -49,7 +59,7 @@ inline void interleave(vec_u32* v) {
 
 // Adds products of four bytes per lane, with the same four of a query or of weights.
 template <bool EIGHT_BITS>
-inline void add_dot(vec_i32& total, vec_u32 numbers, const int8_t* four) {
+ALWAYS_INLINE inline void add_dot(vec_i32& total, vec_u32 numbers, const int8_t* four) {
 #if defined(__AVX512VNNI__)
   // Compilers load many of the four bytes at once and bring them into vectors, which takes longer than the product.
   vec_u32 same;
@@ -99,7 +109,7 @@ inline void score_codes(const CodedQuery* queries, const uint8_t* const* rows, i
           each<HEADS>([&](auto h) ALWAYS_INLINE { add_dot<false>(whole[h], low, own[h].codes + first); });
           each<HEADS>([&](auto h) ALWAYS_INLINE { add_dot<false>(whole[h], high, own[h].codes + first + PART / 2); });
         });
-        each<HEADS>([&](auto h) ALWAYS_INLINE { total[h] += __builtin_convertvector(whole[h], vec) * scales[part]; });
+        each<HEADS>([&](auto h) ALWAYS_INLINE { total[h] += converted<float>(whole[h]) * scales[part]; });
       });
     }
   }
@@ -107,7 +117,7 @@ inline void score_codes(const CodedQuery* queries, const uint8_t* const* rows, i
   vec scale;
   if constexpr (F::EIGHT_BITS) F::read_scales(rows, size, 0, &scale);
   each<HEADS>([&](auto h) ALWAYS_INLINE {
-    if constexpr (F::EIGHT_BITS) total[h] = __builtin_convertvector(whole[h], vec) * scale;
+    if constexpr (F::EIGHT_BITS) total[h] = converted<float>(whole[h]) * scale;
     store(scores + h * ENTRIES, total[h] * queries[h].scale + queries[h].constant);
   });
 }
@@ -146,7 +156,7 @@ inline float round_weights(const float* weights, const float (*scales)[ENTRIES],
       if (TWO) store_bytes(own.low + i * LANES, whole & 127);
       total += whole;
     });
-    own.start = -static_cast<int32_t>(F::OFFSET) * static_cast<int32_t>(sum(__builtin_convertvector(total, vec)));
+    own.start = -static_cast<int32_t>(F::OFFSET) * static_cast<int32_t>(sum(converted<float>(total)));
   }
   return finite ? peak / MOST : std::numeric_limits<float>::quiet_NaN();
 }
@@ -175,7 +185,7 @@ inline void add_codes(const Weights* weights, const float* factors, const vec_u3
     float* to = out + i % HEADS * stride + i / HEADS * LANES;
     vec_i32 whole = high[i];
     if constexpr (TWO) whole = whole * 128 + low[i];
-    store(to, load(to) + __builtin_convertvector(whole, vec) * factors[i % HEADS]);
+    store(to, load(to) + converted<float>(whole) * factors[i % HEADS]);
   });
 }
 

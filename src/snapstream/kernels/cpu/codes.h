@@ -16,12 +16,10 @@ inline bool is_coded(int64_t type) { return type == INT8 || type == INT4; }
 // Sums and differences of lanes that are HALF apart.
 template <int HALF>
 inline vec with_neighbors(vec x) {
-  constexpr auto other = [](int lane) { return lane ^ HALF; };
-  const vec y = __builtin_shufflevector(x, x, other(0), other(1), other(2), other(3), other(4), other(5), other(6), other(7),
-                                        other(8), other(9), other(10), other(11), other(12), other(13), other(14), other(15));
-  vec sign;
-  for (int lane = 0; lane < LANES; ++lane) sign[lane] = lane & HALF ? -1.0f : 1.0f;
-  return y + x * sign;
+  return [&]<int... LANE>(std::integer_sequence<int, LANE...>) ALWAYS_INLINE {
+    constexpr float SIGNS[] = {(LANE & HALF ? -1.0f : 1.0f)...};
+    return shuffle<(LANE ^ HALF)...>(x, x) + x * load(SIGNS);
+  }(std::make_integer_sequence<int, LANES>());
 }
 
 // Multiplies each `width` neighbors by the normalized Hadamard matrix, in place; `width` is at least LANES.
@@ -55,57 +53,60 @@ inline vec_i32 signed_byte(vec_i32 byte) { return (byte ^ 128) - 128; }
 
 // Rounds numbers times a factor to integers, to nearest, ties to even.
 inline vec_i32 rounded_to_integers(vec x, float factor) {
-  vec y = x * factor;
+  const vec y = x * factor;
 #if defined(__AVX512F__)
   return (vec_i32)_mm512_cvtps_epi32((__m512)y);
+#elif defined(__AVX2__)
+  return {(vec_i32::Half)_mm256_cvtps_epi32(y.low), (vec_i32::Half)_mm256_cvtps_epi32(y.high)};
 #else
-  for (int lane = 0; lane < LANES; ++lane) y[lane] = std::rint(y[lane]);
-  return __builtin_convertvector(y, vec_i32);
+  float whole[LANES];
+  for (int lane = 0; lane < LANES; ++lane) whole[lane] = std::rint(y[lane]);
+  return converted<int32_t>(load(whole));
 #endif
 }
 
 // Reads 64 bytes, of which `count` exist; there are zeros after them.
 inline vec_u32 load_some(const uint8_t* p, int64_t count) {
-  if (count >= 64) return load_bits(p);
+  if (count >= 64) return load_u32(p);
 #if defined(__AVX512BW__)
   return (vec_u32)_mm512_maskz_loadu_epi8((1ull << count) - 1, p);
 #else
-  vec_u32 v{};
-  std::memcpy(&v, p, count);
-  return v;
+  uint8_t bytes[64] = {};
+  std::memcpy(bytes, p, count);
+  return load_u32(bytes);
 #endif
 }
 
-// Four bytes from each of LANES addresses.
-template <typename Function>
-ALWAYS_INLINE inline vec_u32 gathered(const Function& address) {
-  vec_u32 v;
-  UNROLL for (int i = 0; i < LANES; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, address(i), sizeof(bits));
-    v[i] = bits;
+// Numbers of type E from the addresses FIRST and following, side by side.
+template <typename E, int FIRST = 0, typename V = vec_u32, typename Function>
+ALWAYS_INLINE inline V gathered(const Function& address) {
+  if constexpr (Parts<V>::SEVERAL) {
+    using Half = typename V::Half;
+    return {gathered<E, FIRST, Half>(address), gathered<E, FIRST + sizeof(Half) / sizeof(E), Half>(address)};
+  } else {
+    constexpr int COUNT = sizeof(V) / sizeof(E);
+    typename LanesOf<E, COUNT>::Type v;
+    UNROLL for (int i = 0; i < COUNT; ++i) {
+      E bits;
+      std::memcpy(&bits, address(FIRST + i), sizeof(bits));
+      v[i] = bits;
+    }
+    return (V)v;
   }
-  return v;
 }
 
 // Eight bytes from each of LANES addresses, of which parts of two bytes can be had as the upper halves of lanes.
 struct Eights {
-  typedef uint64_t half __attribute__((vector_size(64)));
-  typedef uint32_t narrow __attribute__((vector_size(32)));
-  half first, second;
+  vec_u32 first, second;
 
   template <typename Function>
-  ALWAYS_INLINE explicit Eights(const Function& address) {
-    UNROLL for (int i = 0; i < 8; ++i) {
-      uint64_t a, b;
-      std::memcpy(&a, address(i), sizeof(a)), std::memcpy(&b, address(i + 8), sizeof(b));
-      first[i] = a, second[i] = b;
-    }
-  }
+  ALWAYS_INLINE explicit Eights(const Function& address)
+      : first(gathered<uint64_t>(address)), second(gathered<uint64_t, LANES / 2>(address)) {}
 
   vec_u32 upper(int64_t part) const {
-    const auto a = __builtin_convertvector(first >> 16 * part, narrow), b = __builtin_convertvector(second >> 16 * part, narrow);
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) << 16;
+    const vec_u32 word = part < 2 ? shuffle<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(first, second)
+                                  : shuffle<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(first, second);
+    return part % 2 ? word & 0xFFFF0000u : word << 16;
   }
 };
 
@@ -131,7 +132,7 @@ struct Codes8 {
 
   // The scales of LANES entries.
   ALWAYS_INLINE static void read_scales(const uint8_t* const* rows, int64_t size, int64_t, vec* scales) {
-    scales[0] = (vec)gathered([&](int i) ALWAYS_INLINE { return rows[i] + size; });
+    scales[0] = (vec)gathered<uint32_t>([&](int i) ALWAYS_INLINE { return rows[i] + size; });
   }
 };
 
@@ -150,8 +151,8 @@ struct Codes4 {
       const float wide = scale, factor = 1.0f / wide;
       const auto coded = [&](vec v) {
         if (!(peak > SMALLEST_PEAK && wide != 0.0f)) return vec_i32{} + 8;
-        const vec_i32 code = rounded_to_integers(v, factor) + 8;
-        return code > 15 ? vec_i32{} + 15 : code;
+        const vec_i32 code = rounded_to_integers(v, factor) + 8, above = code > 15;
+        return (above & 15) | (~above & code);
       };
       store_bytes(reinterpret_cast<int8_t*>(to), signed_byte(coded(low) | coded(high) << 4));
       std::memcpy(scales, &scale, sizeof(scale));
@@ -218,7 +219,7 @@ struct CodedQuery {
       vec_i32 total{};
       for (int64_t i = part * in_part; i < (part + 1) * in_part; i += LANES)
         total += load_bytes<true>(reinterpret_cast<const uint8_t*>(to->codes) + i);
-      to->starts[part] = -static_cast<int32_t>(F::OFFSET) * static_cast<int32_t>(sum(__builtin_convertvector(total, vec)));
+      to->starts[part] = -static_cast<int32_t>(F::OFFSET) * static_cast<int32_t>(sum(converted<float>(total)));
     }
   }
 };

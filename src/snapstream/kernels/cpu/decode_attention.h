@@ -104,7 +104,7 @@ inline void weigh(float* scores, int64_t n, int64_t columns, float cap, float* s
 template <typename A, int HEADS>
 inline void attend_block(const typename A::Left::Number* queries, const Entries<typename A::Number>& entries, int64_t n,
                          int64_t size, int64_t columns, float scale, float cap, float* states) {
-  constexpr int KEYS = 4;
+  constexpr int KEYS = MANY_REGISTERS ? 4 : 2;
   const int64_t stride = state_size(columns);
   alignas(64) float scores[HEADS][ENTRIES];
   int64_t i = 0;
@@ -112,9 +112,10 @@ inline void attend_block(const typename A::Left::Number* queries, const Entries<
   for (; i < n; ++i) score_keys<A, HEADS, 1>(queries, entries, i, size, scale, scores[0]);
   for (int h = 0; h < HEADS; ++h) weigh(scores[h], n, columns, cap, states + h * stride);
   const auto* values = entries.values;
-  int64_t d = 0;  // 64 columns of each head stay in registers
-  for (; d + 2 * PAIR <= columns; d += 2 * PAIR)
-    add_values<typename A::Number, HEADS, 2>(scores[0], values + d, entries.value_row, entries.keys + d, entries.key_row, n,
+  constexpr int PAIRS = MANY_REGISTERS ? 2 : 1;  // of columns of each head that stay in registers
+  int64_t d = 0;
+  for (; d + PAIRS * PAIR <= columns; d += PAIRS * PAIR)
+    add_values<typename A::Number, HEADS, PAIRS>(scores[0], values + d, entries.value_row, entries.keys + d, entries.key_row, n,
                                              states + LANES + d, stride);
   for (; d < columns; d += PAIR)
     add_values<typename A::Number, HEADS, 1>(scores[0], values + d, entries.value_row, entries.keys + d, entries.key_row, n,

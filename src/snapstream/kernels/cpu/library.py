@@ -147,7 +147,7 @@ def _library(level: Level) -> ctypes.CDLL:
     if compiler() is None or cache is None:
         missing = "no home directory to build them in" if cache is None else "no C++ compiler"
         raise problem or BuildError(f"this installation has none, and there is {missing}")
-    print("Building the CPU kernels for this processor (once, about ten seconds).", file=sys.stderr, flush=True)
+    print("Building the CPU kernels for this processor (once, about a minute).", file=sys.stderr, flush=True)
     library = open_library(build(level, cache))
     remove_others(cache, days=KEPT)
     return library

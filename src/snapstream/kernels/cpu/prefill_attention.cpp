@@ -128,11 +128,12 @@ class Rows {
     for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
       Seen seen = {};
       if constexpr (masked) {
+        int32_t first[LANES], last[LANES];
         for (int i = 0; i < LANES; ++i) {
           const int64_t own = std::min(row + lane + i, last_row);
-          seen.first[i] = static_cast<int32_t>(oldest(own) - block);
-          seen.last[i] = static_cast<int32_t>(position(own) - block);
+          first[i] = static_cast<int32_t>(oldest(own) - block), last[i] = static_cast<int32_t>(position(own) - block);
         }
+        seen = {load_as<vec_i32>(first), load_as<vec_i32>(last)};
       }
       float *maximum_at = maxima + tile * QUERIES + lane, *sum_at = sums + tile * QUERIES + lane;
       const vec before = load(maximum_at), maximum = larger(before, highest_score<masked>(lane, padded, seen) * factor);

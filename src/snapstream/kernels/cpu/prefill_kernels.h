@@ -63,7 +63,7 @@ struct Portable {
 
   static vec_u32 load_query(const T* p) {
     if constexpr (std::is_same_v<T, float>) return load_u32(p);
-    return load_halves(p) << 16;
+    return load_16_bits(p) << 16;
   }
 
   static void score(const Block<float>& block, int64_t keys, int64_t size, const float* queries, float* scores) {

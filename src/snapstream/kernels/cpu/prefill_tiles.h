@@ -25,22 +25,6 @@ constexpr int ROWS = 8;  // ROWS * COLUMNS accumulators and COLUMNS operands sta
 constexpr int ROWS = 4;
 #endif
 
-inline vec_u32 load_u32(const void* p) {
-  vec_u32 v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
-
-inline void store_u32(void* p, vec_u32 v) { std::memcpy(p, &v, sizeof(v)); }
-
-// Loads 16 bfloat16, each into the lower half of 32 bits.
-inline vec_u32 load_halves(const void* p) {
-  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
-  half_u16 v;
-  std::memcpy(&v, p, sizeof(v));
-  return __builtin_convertvector(v, vec_u32);
-}
-
 // Transposes up to BLOCK rows of bfloat16 values, `columns` elements each, to packed[column][BLOCK]; zeros past `rows`.
 inline void pack_values(const bfloat16* values, int64_t stride, int64_t rows, int64_t columns,
                         bfloat16* packed) {
@@ -49,8 +33,8 @@ inline void pack_values(const bfloat16* values, int64_t stride, int64_t rows, in
       vec_u32 pairs[LANES];
       for (int i = 0; i < LANES; ++i) {
         const int64_t at = row + 2 * i;
-        pairs[i] = at < rows ? load_halves(values + at * stride + column) : vec_u32{};
-        if (at + 1 < rows) pairs[i] |= load_halves(values + (at + 1) * stride + column) << 16;
+        pairs[i] = at < rows ? load_16_bits(values + at * stride + column) : vec_u32{};
+        if (at + 1 < rows) pairs[i] |= load_16_bits(values + (at + 1) * stride + column) << 16;
       }
       transpose(pairs);
       for (int i = 0; i < LANES; ++i) store_u32(packed + (column + i) * BLOCK + row, pairs[i]);

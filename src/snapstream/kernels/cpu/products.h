@@ -37,7 +37,7 @@ inline void multiply_block(const typename A::Left::Number* x, const typename A::
 template <typename A, int M>
 inline void multiply_group(const typename A::Left::Number* x, const typename A::Number* weight, int64_t K, int64_t count,
                            float* out, int64_t stride) {
-  constexpr int ROWS = M <= 1 ? 8 : M <= 4 ? 4 : 2;
+  constexpr int ROWS = MANY_REGISTERS ? (M <= 1 ? 8 : M <= 4 ? 4 : 2) : (M <= 1 ? 8 : M <= 2 ? 4 : M <= 4 ? 1 : 2);
   int64_t n = 0;
   for (; n + ROWS <= count; n += ROWS) multiply_block<A, M, ROWS>(x, weight + n * K, K, out + n, stride);
   for (; n < count; ++n) multiply_block<A, M, 1>(x, weight + n * K, K, out + n, stride);

@@ -29,10 +29,11 @@ class Noise {
 
   // One minus the uniform numbers of 16 tokens from `token` on.
   vec complements(int64_t token) const {
-    vec_u32 tokens = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    constexpr uint32_t FIRST[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec_u32 tokens = load_as<vec_u32>(FIRST);
     tokens = (tokens + static_cast<uint32_t>(token)) * STRIDE;
     const vec_u32 bits = mixed(tokens ^ (low ^ high));
-    return 1.0f - (__builtin_convertvector((vec_i32)(bits >> 9), vec) + 0.5f) * UNIT_OF_NOISE;
+    return 1.0f - (converted<float>((vec_i32)(bits >> 9)) + 0.5f) * UNIT_OF_NOISE;
   }
 
  private:

@@ -11,7 +11,7 @@ namespace snapstream {
 
 // x / (1 + exp(-z)), computed from exp(-|z|) alone: with z = x it is SiLU, and with others GELU's approximation and
 // gpt-oss's gate.
-inline vec activated(vec x, int64_t activation) {
+ALWAYS_INLINE inline vec activated(vec x, int64_t activation) {
   const vec z = activation == GELU      ? x * (1.5957691216f + 0.0713548163f * x * x)
                 : activation == CLAMPED ? x * 1.702f
                                         : x;
@@ -19,34 +19,17 @@ inline vec activated(vec x, int64_t activation) {
   return select(z > 0.0f, x, x * e) / (1.0f + e);
 }
 
-inline vec sigmoid(vec x) {
+ALWAYS_INLINE inline vec sigmoid(vec x) {
   const vec e = exp_nonpositive(select(x > 0.0f, -x, x));
   return select(x > 0.0f, vec{} + 1.0f, e) / (1.0f + e);
 }
 
 // A gate and what it lets through.
-inline vec gated(vec gate, vec up, int64_t activation) {
+ALWAYS_INLINE inline vec gated(vec gate, vec up, int64_t activation) {
   if (activation != CLAMPED) return activated(gate, activation) * up;
   const vec limit = vec{} + 7.0f;
   up = larger(select(up > limit, limit, up), -limit);
   return activated(select(gate > limit, limit, gate), activation) * (up + 1.0f);
-}
-
-// Loads the first `count` elements of a vector, which may be all that memory holds of it.
-template <typename N>
-inline vec some(const N* from, int64_t count) {
-  if (count == LANES) return load_numbers(from);
-  N all[LANES] = {};
-  std::copy_n(from, count, all);
-  return load_numbers(all);
-}
-
-template <typename N>
-inline void put(N* to, vec v, int64_t count) {
-  if (count == LANES) return store_numbers(to, v);
-  N all[LANES];
-  store_numbers(all, v);
-  std::copy_n(all, count, to);
 }
 
 // Index of the highest number, the first one of equal ones; 0 if there is nothing but NaN.

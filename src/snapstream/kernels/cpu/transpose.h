@@ -6,26 +6,26 @@ namespace snapstream {
 
 // Vectors of four parts each of four vectors: part i of v[j] becomes part j of v[i].
 inline void transpose_quarters(vec_u32& a, vec_u32& b, vec_u32& c, vec_u32& d) {
-  const vec_u32 even_ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  const vec_u32 even_cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  const vec_u32 odd_ab = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  const vec_u32 odd_cd = __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  a = __builtin_shufflevector(even_ab, even_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  b = __builtin_shufflevector(odd_ab, odd_cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  c = __builtin_shufflevector(even_ab, even_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  d = __builtin_shufflevector(odd_ab, odd_cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  const vec_u32 even_ab = shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b);
+  const vec_u32 even_cd = shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(c, d);
+  const vec_u32 odd_ab = shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
+  const vec_u32 odd_cd = shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(c, d);
+  a = shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(even_ab, even_cd);
+  b = shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(odd_ab, odd_cd);
+  c = shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(even_ab, even_cd);
+  d = shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(odd_ab, odd_cd);
 }
 
 // In each of four parts: lane i of v[j] becomes lane j of v[i].
 inline void transpose_fours(vec_u32* v) {
-  const vec_u32 low_a = __builtin_shufflevector(v[0], v[1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-  const vec_u32 high_a = __builtin_shufflevector(v[0], v[1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  const vec_u32 low_b = __builtin_shufflevector(v[2], v[3], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-  const vec_u32 high_b = __builtin_shufflevector(v[2], v[3], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  v[0] = __builtin_shufflevector(low_a, low_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-  v[1] = __builtin_shufflevector(low_a, low_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  v[2] = __builtin_shufflevector(high_a, high_b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-  v[3] = __builtin_shufflevector(high_a, high_b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  const vec_u32 low_a = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(v[0], v[1]);
+  const vec_u32 high_a = shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(v[0], v[1]);
+  const vec_u32 low_b = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(v[2], v[3]);
+  const vec_u32 high_b = shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(v[2], v[3]);
+  v[0] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(low_a, low_b);
+  v[1] = shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(low_a, low_b);
+  v[2] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(high_a, high_b);
+  v[3] = shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(high_a, high_b);
 }
 
 // Lane i of v[j] becomes lane j of v[i].
@@ -52,7 +52,7 @@ inline void load_transposed(const void* const* rows, vec_u32* v) {
     transpose_fours(v + 4 * c);
   }
 #else
-  UNROLL for (int i = 0; i < LANES; ++i) std::memcpy(&v[i], rows[i], sizeof(v[i]));
+  UNROLL for (int i = 0; i < LANES; ++i) v[i] = load_as<vec_u32>(rows[i]);
   transpose(v);
 #endif
 }

@@ -1,15 +1,12 @@
-// Vectors of 16 elements with the extensions of GCC and Clang, for any instruction set; intrinsics only where the
-// extensions do not suffice.
+// What kernels do with vectors of 16 elements; intrinsics only where the extensions of compilers do not suffice.
 #pragma once
+#include <algorithm>
 #include <limits>
 #include <type_traits>
 
 #include "interface.h"
+#include "lanes.h"
 #include "numbers.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
 // Tile registers require dot products of pairs, which compute the weights.
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -18,28 +15,29 @@
 
 namespace snapstream {
 
-constexpr int LANES = 16;
 constexpr int PAIR = 2 * LANES;
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vec_u32 __attribute__((vector_size(4 * LANES)));
-typedef int32_t vec_i32 __attribute__((vector_size(4 * LANES)));
+using vec = Lanes<float, LANES>;
+using vec_u32 = Lanes<uint32_t, LANES>;
+using vec_i32 = Lanes<int32_t, LANES>;
 
 // The accumulators must live in registers, so every loop over them has to be unrolled.
 #define UNROLL _Pragma("GCC unroll 16")
-#define ALWAYS_INLINE __attribute__((always_inline))
 
 // Keeps a vector in a register. Otherwise the compiler loads it again for every use, and loads are the bottleneck.
-inline void pin(vec& v) {
+template <typename V>
+ALWAYS_INLINE inline void pin(V& v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
+#elif defined(__AVX2__)
+  asm("" : "+x"(v.low), "+x"(v.high));
 #endif
 }
 
-inline vec load(const float* p) {
-  vec v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
+inline vec load(const float* p) { return load_as<vec>(p); }
+
+inline vec_u32 load_u32(const void* p) { return load_as<vec_u32>(p); }
+
+inline void store_u32(void* p, vec_u32 v) { store_as(p, v); }
 
 // Loads 32 elements as two vectors. A bfloat16 is the upper half of a float32, so of 32 bfloat16 the odd ones need a
 // mask and the even ones a shift, and nothing has to be unpacked: `low` holds the even ones, `high` the odd ones.
@@ -51,17 +49,27 @@ inline void load_pair(const float* p, vec& low, vec& high) {
 }
 
 inline void load_pair(const bfloat16* p, vec& low, vec& high) {
-  vec_u32 both;
-  std::memcpy(&both, p, sizeof(both));
+  const auto both = load_as<vec_u32>(p);
   low = (vec)(both << 16);
   high = (vec)(both & 0xFFFF0000u);
 }
 
-inline vec select(vec_i32 mask, vec a, vec b) { return (vec)(((vec_i32)a & mask) | ((vec_i32)b & ~mask)); }
+// Elements of `a` where the mask is set, and of `b` elsewhere.
+ALWAYS_INLINE inline vec select(vec_i32 mask, vec a, vec b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return per_register<vec>([](auto m, auto x, auto y) ALWAYS_INLINE {
+    return (Lanes<float, WIDTH>)_mm256_blendv_ps((__m256)y, (__m256)x, (__m256)m); }, mask, a, b);
+#else
+  return (vec)(((vec_i32)a & mask) | ((vec_i32)b & ~mask));
+#endif
+}
 
 inline bool any(vec_i32 mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  const __m256i all = (__m256i)(mask.low | mask.high);
+  return !_mm256_testz_si256(all, all);
 #else
   int32_t all = 0;
   for (int i = 0; i < LANES; ++i) all |= mask[i];
@@ -69,33 +77,45 @@ inline bool any(vec_i32 mask) {
 #endif
 }
 
-inline vec larger(vec a, vec b) {
+ALWAYS_INLINE inline vec larger(vec a, vec b) {
 #if defined(__AVX512F__)
   return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
 #else
   return select(a > b, a, b);
 #endif
 }
 
-inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(float* p, vec v) { store_as(p, v); }
 
 // Stores 16 elements in the type of the memory; rounds to bfloat16 to nearest, ties to even.
 inline void store_numbers(float* p, vec v) { store(p, v); }
 
 inline void store_numbers(bfloat16* p, vec v) {
-  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
   const vec_u32 bits = (vec_u32)v;
-  const half_u16 halves = __builtin_convertvector((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16, half_u16);
-  std::memcpy(p, &halves, sizeof(halves));
+  store_16_bits(p, (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
 inline vec load_numbers(const float* p) { return load(p); }
 
-inline vec load_numbers(const bfloat16* p) {
-  typedef uint16_t half_u16 __attribute__((vector_size(2 * LANES)));
-  half_u16 v;
-  std::memcpy(&v, p, sizeof(v));
-  return (vec)(__builtin_convertvector(v, vec_u32) << 16);
+inline vec load_numbers(const bfloat16* p) { return (vec)(load_16_bits(p) << 16); }
+
+// Loads the first `count` elements of a vector, which may be all that memory holds of it.
+template <typename N>
+ALWAYS_INLINE inline vec some(const N* from, int64_t count) {
+  if (count == LANES) return load_numbers(from);
+  N all[LANES] = {};
+  std::copy_n(from, count, all);
+  return load_numbers(all);
+}
+
+template <typename N>
+ALWAYS_INLINE inline void put(N* to, vec v, int64_t count) {
+  if (count == LANES) return store_numbers(to, v);
+  N all[LANES];
+  store_numbers(all, v);
+  std::copy_n(all, count, to);
 }
 
 // Rounds to the type of the memory.
@@ -113,9 +133,9 @@ inline void store_pair(float* p, vec low, vec high) {
 }
 
 inline void store_pair(bfloat16* p, vec low, vec high) {
-  store_numbers(p, __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+  store_numbers(p, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(low, high));
   store_numbers(p + LANES,
-                __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+                shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(low, high));
 }
 
 // Loads 32 elements in the order that load_pair() has for elements of type T.
@@ -126,8 +146,8 @@ inline void load_pair_as(const N* p, vec& low, vec& high) {
   if constexpr (std::is_same_v<T, float>) {
     low = a, high = b;
   } else {
-    low = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    high = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    low = shuffle<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(a, b);
+    high = shuffle<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(a, b);
   }
 }
 
@@ -138,9 +158,9 @@ inline void store_pair_from(T* p, vec low, vec high) {
   if constexpr (std::is_same_v<N, float>) {
     store_numbers(p, low), store_numbers(p + LANES, high);
   } else {
-    store_numbers(p, __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store_numbers(p, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(low, high));
     store_numbers(p + LANES,
-                  __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+                  shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(low, high));
   }
 }
 
@@ -154,29 +174,26 @@ inline void convert(const N* from, int64_t count, T* to) {
 }
 
 inline float largest(vec v) {
-  const vec a = larger(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  const vec b = larger(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7));
+  const vec a = larger(v, shuffle<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v));
+  const vec b = larger(a, shuffle<4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7>(a, a));
   const float low = b[0] < b[2] ? b[2] : b[0], high = b[1] < b[3] ? b[3] : b[1];
   return low < high ? high : low;
 }
 
 inline float sum(vec v) {
-  typedef float vec8 __attribute__((vector_size(32)));
-  typedef float vec4 __attribute__((vector_size(16)));
-  vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  const vec a = v + shuffle<8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7>(v, v);
+  const vec b = a + shuffle<4, 5, 6, 7, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3>(a, a);
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 // exp(x) for x <= 0: 2^n * p(r), with the polynomial's relative error below 1e-7. Very negative x gives 0.
-inline vec exp_nonpositive(vec x) {
+ALWAYS_INLINE inline vec exp_nonpositive(vec x) {
   const vec lowest = vec{} - 87.0f;
   const vec_i32 underflow = x < lowest;
   x = (vec)(((vec_i32)x & ~underflow) | ((vec_i32)lowest & underflow));
   const vec t = x * 1.44269504088896341f;
-  const vec_i32 n = __builtin_convertvector(t - 0.5f, vec_i32);  // rounds to nearest for t <= 0
-  const vec nf = __builtin_convertvector(n, vec);
+  const vec_i32 n = converted<int32_t>(t - 0.5f);  // rounds to nearest for t <= 0
+  const vec nf = converted<float>(n);
   const vec r = (x - nf * 0.693359375f) + nf * 2.12194440e-4f;
   vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -189,7 +206,7 @@ inline vec exp_nonpositive(vec x) {
 }
 
 // cap * tanh(x / cap); its absolute error is about 1e-7 * cap.
-inline vec capped(vec x, float cap) {
+ALWAYS_INLINE inline vec capped(vec x, float cap) {
   const vec size = select(x < vec{}, -x, x);
   const vec e = exp_nonpositive(size * (-2.0f / cap)), y = (1.0f - e) / (1.0f + e) * cap;
   return select(x < vec{}, -y, y);
@@ -199,16 +216,16 @@ inline vec capped(vec x, float cap) {
 inline vec sums(const vec v[LANES]) {
   vec a[8], b[4], c[2];
   UNROLL for (int i = 0; i < 8; ++i)
-    a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    a[i] = shuffle<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(v[2 * i], v[2 * i + 1]) +
+           shuffle<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(v[2 * i], v[2 * i + 1]);
   UNROLL for (int i = 0; i < 4; ++i)
-    b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    b[i] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a[2 * i], a[2 * i + 1]) +
+           shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a[2 * i], a[2 * i + 1]);
   UNROLL for (int i = 0; i < 2; ++i)
-    c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           __builtin_shufflevector(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         __builtin_shufflevector(c[0], c[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    c[i] = shuffle<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(b[2 * i], b[2 * i + 1]) +
+           shuffle<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>(b[2 * i], b[2 * i + 1]);
+  return shuffle<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(c[0], c[1]) +
+         shuffle<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(c[0], c[1]);
 }
 
 // ---- 32 elements on either side of a dot product ----

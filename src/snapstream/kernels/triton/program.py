@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from snapstream.cache import EntryShape, LayerCache, QuantizedCache, StateCache
+from snapstream.inference import in_inference_mode
 from snapstream.kernels import operations as ops
 from snapstream.kernels.buffers import BufferView, PromptChunk, StepBuffers
 from snapstream.kernels.operations import Operation
@@ -66,7 +67,7 @@ class TritonProgram:
             self._calls.append((at, call))
             at += used
 
-    @torch.inference_mode()
+    @in_inference_mode
     def run(self, steps: int = 1, first: int = 0, last: int | None = None) -> None:
         """Run operations ``first .. last``, a slice of the list, ``steps`` times.
 
