@@ -3,7 +3,7 @@
 Everything in a run is measured on the same machine, and contenders are measured alternately. Prints Markdown.
 
     python benchmarks/prefill.py                     # everything, about 15 minutes on 2 cores, on a quiet machine
-    python benchmarks/prefill.py --only attention    # or: products, prompts, profile, neighbours
+    python benchmarks/prefill.py --only attention    # or: products, rows, prompts, profile, neighbours
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from snapstream.engine.prefill.prefill import Prefill
 from snapstream.engine.settings import Types
 from snapstream.integrations.transformers import SnapStreamCache
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.buffers import BufferView, PromptChunk, Slots
+from snapstream.kernels.buffers import BufferView, PromptChunk, Slots, StepBuffers
 from snapstream.kernels.operations import Angles, Attend, GatedProduct, Norm, Product, Rotate, Store
 from snapstream.kernels.weight import DenseWeight
 from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
-SECTIONS = ("products", "attention", "prompts", "profile", "neighbours")
+SECTIONS = ("products", "rows", "attention", "prompts", "profile", "neighbours")
 LENGTHS = (4096, 16384, 32768)
 CHUNK = 2048
+FEW = (1, 2, 4, 5, 8, 16, 32)
 ROWS = (16, 64, 128, 256, 512, 768, 1024, 1280, 2048)
 PARTS = {  # parts of the profile, each with its operations
     "attention": Attend,
@@ -83,6 +84,30 @@ def bench_products(rounds: int) -> None:
             flops = 2 * rows * inputs * outputs * len(weights) / 1e9
             rates = [Spread([flops / time for time in times[name]]).median for name in work]
             cells.append(f"{rates[0]:.0f}, {rates[1]:.0f}; {ratio(times['torch'], times['loop']).show(2)}x")
+        print(f"| {outputs} x {inputs} | {' | '.join(cells)} |", flush=True)
+
+
+def bench_few_rows(best: str, rounds: int) -> None:
+    """Products of a step's rows: in vectors of float32, and as the loop multiplies."""
+    print(
+        f"\n## Products of few rows of bfloat16: GB/s of weights that are read, with portable instructions and {best}\n"
+    )
+    print("| weights | " + " | ".join(f"{rows} rows" for rows in FEW) + " |\n" + "|---" * (1 + len(FEW)) + "|")
+    wide, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    for outputs, inputs in ((2 * inner, wide), (wide, inner), (1536, 8960), (8960, 1536)):
+        weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(max(2, 2**26 // (outputs * inputs)))]
+        products = [Product(BufferView("x", inputs), BufferView("y", outputs), DenseWeight(each)) for each in weights]
+        size, cells = sum(weight.nbytes for weight in weights) / 1e9, []
+        for rows in FEW:
+            buffers = {"x": torch.randn(rows, inputs).bfloat16(), "y": torch.empty(rows, outputs, dtype=torch.bfloat16)}
+            slots = Slots.that_see(torch.ones(rows, dtype=torch.int64), 1)
+            work = StepBuffers(buffers, slots, [], [], torch.bfloat16)
+            programs = {
+                name: kernels.CpuProgram(products, work, instructions=kernels.INSTRUCTIONS.index(name)).run
+                for name in ("portable", best)
+            }
+            times = interleaved(programs, rounds, warm_up=0.1)
+            cells.append(", ".join(Spread([size / time for time in each]).show() for each in times.values()))
         print(f"| {outputs} x {inputs} | {' | '.join(cells)} |", flush=True)
 
 
@@ -273,6 +298,8 @@ def main() -> None:
     show_limits(peaks)
     if "products" in wanted:
         bench_products(options.rounds)
+    if "rows" in wanted:
+        bench_few_rows(best, options.rounds)
     if "attention" in wanted:
         bench_attention(peaks, options.rounds)
     with tempfile.TemporaryDirectory() as checkpoint:

@@ -33,6 +33,7 @@ def check_kernels(capability, *cases):
     assert not too_large
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_an_h100():
     check_kernels(90, "bfloat16:128", "bfloat16:576", "float32:64:bfloat16", "bfloat16:576:float32", "bfloat16:blocks")
 

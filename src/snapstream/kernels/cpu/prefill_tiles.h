@@ -8,7 +8,7 @@
 //    weights  P[pair][query]  = two keys' exp(S - maximum), rounded to bfloat16, side by side
 //    outputs  O[column][query] += sum over pairs of keys    V[column][pair]      * P[pair][query]
 #pragma once
-#include "transpose.h"
+#include "tiles.h"
 
 namespace snapstream {
 
@@ -108,28 +108,7 @@ inline void multiply_rows(const E* a, int64_t rows, int64_t row_stride, int64_t 
 }
 
 #if defined(SNAPSTREAM_TILES)
-// Tile registers multiply 16 x 32 by 32 x 16 bfloat16 at once. Two by two of them share their operands.
-struct TileConfiguration {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-inline void begin_tiles() {
-  const TileConfiguration configuration;
-  // The compiler's own intrinsic does not declare that it reads the whole structure.
-  asm volatile("ldtilecfg %0" : : "m"(configuration));
-}
-
-inline void end_tiles() { _tile_release(); }
-
-// Held while a thread uses tile registers.
-struct TileSession {
-  TileSession() { begin_tiles(); }
-  ~TileSession() { end_tiles(); }
-  TileSession(const TileSession&) = delete;
-};
-
+// Two by two tiles share their operands.
 constexpr int64_t QUERY_BYTES = QUERIES * sizeof(float);  // of a row of packed queries, weights, scores or outputs
 
 // Multiplies 32 x 32 elements, with rows `bytes` apart, by 32 packed rows; adds to the 32 x 32 sums in tiles 0 to 3.

@@ -1,12 +1,11 @@
 // Products of few rows with weights. Decode on a CPU is bound by memory: a step reads every weight once, for all rows.
 // The result of a row depends only on that row, bit for bit: sums run in the same order whatever the other rows are.
 #pragma once
-#include "vectors.h"
+#include "tiles.h"
 
 namespace snapstream {
 
 constexpr int64_t ROWS_AT_ONCE = 8;  // rows of x that a weight is multiplied by while it is in a register
-constexpr int64_t AHEAD_BYTES = 24 * 1024;  // how far ahead weights are prefetched
 
 // ROWS weights times M rows of x [M][K]: out[m * stride + r].
 template <typename A, int M, int ROWS>
@@ -58,5 +57,63 @@ inline void multiply(const typename A::Left::Number* x, int64_t M, const typenam
     default: return multiply_group<A, 8>(x, weight, K, count, out, stride);
   }
 }
+
+// Products of few rows in vectors.
+template <typename A>
+struct VectorProduct {
+  using Number = typename A::Number;      // of weights
+  using Left = typename A::Left::Number;  // of packed rows
+
+  template <typename T>
+  static void pack(const T* row, int64_t columns, int64_t m, Left* packed) {
+    A::prepare(row, columns, packed + m * columns);
+  }
+
+  static void multiply(const Left* packed, int64_t M, const Number* weight, int64_t columns, int64_t count, float* out,
+                       int64_t stride) {
+    for (int64_t m = 0; m < M; m += ROWS_AT_ONCE)
+      snapstream::multiply<A>(packed + m * columns, std::min(ROWS_AT_ONCE, M - m), weight, columns, count, out + m * stride, stride);
+  }
+};
+
+// Up to so many rows, vectors are as fast as memory; from then on, tile registers are faster.
+constexpr int64_t ROWS_OF_VECTORS = 4;
+
+// Rows of a tile in a program of up to `row_limit` rows; 0: products are those of vectors. Sums of tiles are added in
+// another order, so it does not depend on how many rows there are at the moment.
+inline int64_t rows_of_tiles(int64_t instructions, int64_t row_limit) {
+  if (instructions != TILES || row_limit <= ROWS_OF_VECTORS) return 0;
+  return row_limit <= ROWS_AT_ONCE ? ROWS_AT_ONCE : LANES;
+}
+
+// Calls function(the way to multiply rows of type T with weights of a type).
+template <typename T, typename Function>
+inline auto with_product(int64_t type, int64_t instructions, int64_t tile_rows, const Function& function) {
+#if defined(SNAPSTREAM_TILES)
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (type != FLOAT32 && tile_rows == ROWS_AT_ONCE) return function(TileProduct<ROWS_AT_ONCE>());
+    if (type != FLOAT32 && tile_rows == LANES) return function(TileProduct<LANES>());
+  }
+#endif
+  return with_arithmetic<T>(type, instructions, [&](auto a) { return function(VectorProduct<decltype(a)>()); });
+}
+
+// Held while a thread multiplies few rows; tile_rows may be 0.
+struct ProductSession {
+#if defined(SNAPSTREAM_TILES)
+  explicit ProductSession(int64_t tile_rows) : tiles(tile_rows > 0) {
+    if (tile_rows == ROWS_AT_ONCE) TileProduct<ROWS_AT_ONCE>::configuration().load();
+    if (tile_rows == LANES) TileProduct<LANES>::configuration().load();
+  }
+  ~ProductSession() {
+    if (tiles) _tile_release();
+  }
+  ProductSession(const ProductSession&) = delete;
+
+  const bool tiles;
+#else
+  explicit ProductSession(int64_t) {}
+#endif
+};
 
 }  // namespace snapstream

@@ -10,6 +10,7 @@ namespace snapstream {
 
 constexpr int64_t UNIT = 16;  // weights per unit of work
 static_assert(UNIT == LANES && ROWS_AT_ONCE == BLOCK_ROWS);
+constexpr int64_t MOST_TOGETHER = LANES;  // rows whose sums are computed at once
 constexpr int64_t MOST_GATHERED = 32;  // rows by which a weight is multiplied before the next one is read
 
 inline int64_t units_of(int64_t weights) { return (weights + UNIT - 1) / UNIT; }
@@ -25,7 +26,9 @@ struct Gathered {
 template <typename T>
 class ProductOperations {
  public:
-  ProductOperations(Step& step, int64_t threads, Scratch& scratch) : s(step), last(threads) {
+  ProductOperations(Step& step, int64_t threads, Scratch& scratch)
+      : s(step), tile_rows(rows_of_tiles(step.p.instructions, step.row_limit)), together(std::max(tile_rows, ROWS_AT_ONCE)),
+        last(threads) {
     int64_t dense = 0, blocks = 0;  // columns of the widest weights
     const auto needs = [&](const auto& o) {
       if constexpr (requires { o.weight.columns; }) {
@@ -64,10 +67,9 @@ class ProductOperations {
         for (int64_t m = 0; m < M; ++m)
           round_row(at<T>(source, row_at(m), head), size, rounded_row(bytes, Rounded::bytes(size), m));
       } else {
-        with_arithmetic<T>(part->type, s.p.instructions, [&](auto a) {
-          using A = decltype(a);
-          auto* to = reinterpret_cast<typename A::Left::Number*>(numbers);
-          for (int64_t m = 0; m < M; ++m) A::prepare(at<T>(source, row_at(m), head), size, to + m * size);
+        with_product<T>(part->type, s.p.instructions, tile_rows, [&](auto way) {
+          auto* packed = reinterpret_cast<typename decltype(way)::Left*>(numbers);
+          for (int64_t m = 0; m < M; ++m) way.pack(at<T>(source, row_at(m), head), size, m, packed);
         });
       }
     }
@@ -81,11 +83,12 @@ class ProductOperations {
   void multiply_units(const Gathered& x, const Weight& weight, int64_t matrix, int64_t begin, int64_t end,
                       const Finish& finish) {
     const int64_t rows = all_rows(weight);
+    const ProductSession session(tiles_of(weight));
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, rows); n += UNIT) {
       const int64_t count = std::min(UNIT, rows - n);
-      for (int64_t first = 0; first < x.count; first += ROWS_AT_ONCE) {
-        alignas(64) float sums[ROWS_AT_ONCE * UNIT];
-        const int64_t M = std::min(ROWS_AT_ONCE, x.count - first);
+      for (int64_t first = 0; first < x.count; first += together) {
+        alignas(64) float sums[MOST_TOGETHER * UNIT];
+        const int64_t M = std::min(together, x.count - first);
         multiply_unit(x, first, M, weight, matrix, n, count, sums);
         for (int64_t m = 0; m < M; ++m) finish(first + m, n, count, sums + m * UNIT);
       }
@@ -96,11 +99,12 @@ class ProductOperations {
   template <typename O, typename RowAt>
   void gate_units(const O& o, const Gathered& x, int64_t matrix, int64_t begin, int64_t end, const RowAt& row_at) {
     const int64_t inner = o.target.size;
+    const ProductSession session(tiles_of(o.weight));
     for (int64_t n = begin * UNIT; n < std::min(end * UNIT, inner); n += UNIT) {
       const int64_t count = std::min(UNIT, inner - n);
-      for (int64_t first = 0; first < x.count; first += ROWS_AT_ONCE) {
-        alignas(64) float gates[ROWS_AT_ONCE * UNIT], ups[ROWS_AT_ONCE * UNIT];
-        const int64_t M = std::min(ROWS_AT_ONCE, x.count - first);
+      for (int64_t first = 0; first < x.count; first += together) {
+        alignas(64) float gates[MOST_TOGETHER * UNIT], ups[MOST_TOGETHER * UNIT];
+        const int64_t M = std::min(together, x.count - first);
         multiply_unit(x, first, M, o.weight, matrix, n, count, gates);
         multiply_unit(x, first, M, o.weight, matrix, inner + n, count, ups);
         for (int64_t m = 0; m < M; ++m) gate(o, matrix, row_at(first + m), n, count, gates + m * UNIT, ups + m * UNIT);
@@ -179,13 +183,24 @@ class ProductOperations {
     const Weight& part = part_of(weight, n);
     if (in_blocks(part.type)) {
       const int64_t step = Rounded::bytes(x.size);
-      return multiply_blocks(part.type, x.rounded + first * step, step, M, tile_of(part, matrix, n), x.size, sums, UNIT);
+      for (int64_t m = 0; m < M; m += BLOCK_ROWS) {
+        multiply_blocks(part.type, x.rounded + (first + m) * step, step, std::min(BLOCK_ROWS, M - m), tile_of(part, matrix, n),
+                        x.size, sums + m * UNIT, UNIT);
+      }
+      return;
     }
-    with_arithmetic<T>(part.type, s.p.instructions, [&](auto a) {
-      using A = decltype(a);
-      const auto* numbers = reinterpret_cast<const typename A::Left::Number*>(x.numbers) + first * x.size;
-      multiply<A>(numbers, M, row_of<typename A::Number>(part, matrix, n), x.size, count, sums, UNIT);
+    with_product<T>(part.type, s.p.instructions, tile_rows, [&](auto way) {
+      const auto* packed = reinterpret_cast<const typename decltype(way)::Left*>(x.numbers) + first * x.size;
+      const auto* rows = row_of<typename decltype(way)::Number>(part, matrix, n);
+      way.multiply(packed, M, rows, x.size, count, sums, UNIT);
     });
+  }
+
+  // Rows of the tiles that multiply parts of a weight; 0 if none do.
+  int64_t tiles_of(const Weight& weight) const {
+    for (const Weight* part = &weight; part != nullptr; part = static_cast<const Weight*>(part->more))
+      if (part->type == BFLOAT16 && std::is_same_v<T, bfloat16>) return tile_rows;
+    return 0;
   }
 
   template <typename N>
@@ -232,7 +247,9 @@ class ProductOperations {
   };
 
   Step& s;
-  std::vector<Last> last;  // per thread
+  const int64_t tile_rows;  // see rows_of_tiles()
+  const int64_t together;   // rows whose sums are computed at once
+  std::vector<Last> last;   // per thread
   int64_t left_size = 0, rounded_size = 0;
   float* left;     // per thread: rows in the form for dense weights, which takes no more than float
   char* rounded;  // per thread: rows in the form for blocks

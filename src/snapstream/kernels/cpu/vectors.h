@@ -16,6 +16,7 @@
 namespace snapstream {
 
 constexpr int PAIR = 2 * LANES;
+constexpr int64_t AHEAD_BYTES = 24 * 1024;  // how far ahead weights of few rows are prefetched
 using vec = Lanes<float, LANES>;
 using vec_u32 = Lanes<uint32_t, LANES>;
 using vec_i32 = Lanes<int32_t, LANES>;

@@ -1,4 +1,4 @@
-"""Products of a prompt's rows: against float64, and the same, to the bit, in any company."""
+"""Products of the rows of a step and of a prompt: against float64, and the same, to the bit, in any company."""
 
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from tests.products import multiply, multiply_experts, of_prompt, run
 pytestmark = pytest.mark.skipif(not cpu.library.available(), reason="no kernels, and no C++ compiler")
 KINDS = tuple(FORMATS.values())
 COLUMNS = (32, 96, 256, 288, 768, 1312)
+for_both = pytest.mark.parametrize("many", [False, True], ids=["step", "prompt"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,8 +57,9 @@ def bound(x, weight, dtype, stored):
     return exact, 1e-5 * size + rounded * size + (exact.abs() * 2**-7 if dtype == torch.bfloat16 else 0) + 1e-6
 
 
+@for_both
 @pytest.mark.parametrize("seed", range(24))
-def test_products_equal_float64(seed):
+def test_products_equal_float64(seed, many):
     r = Random(seed)
     dtype, stored = r.of([torch.float32, torch.bfloat16]), r.of([torch.float32, torch.bfloat16])
     rows, columns, out = r.of([1, 2, 15, 16, 17, 31, 33, 65, 100, 511, 513, 700]), r.of(COLUMNS), r.below(300) + 1
@@ -66,13 +68,13 @@ def test_products_equal_float64(seed):
     want, most = bound(x, weight.dense(torch.float64), dtype, stored)
     want = want if bias is None else want + bias.double()
     for instructions in ways():
-        got = multiply(x, weight, bias, many=True, instructions=instructions)
+        got = multiply(x, weight, bias, many=many, instructions=instructions)
         assert ((got.double() - want).abs() <= most + want.abs() * 2**-7 * (dtype == torch.bfloat16)).all()
         # Part of the rows, on other numbers of threads.
         first = r.below(rows)
         last = first + 1 + r.below(rows - first)
-        some = on_threads(lambda x=x[first:last], i=instructions: multiply(x, weight, bias, many=True, instructions=i))
-        if last - first > 1:
+        some = on_threads(lambda x=x[first:last], i=instructions: multiply(x, weight, bias, many=many, instructions=i))
+        if last - first > 1 or not many:  # a prompt of one token is a step
             assert torch.equal(some, got[first:last])
 
 
@@ -97,19 +99,21 @@ def test_what_is_done_with_sums(seed):
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "inner"), [(2, 33), (70, 96), (520, 8)])
-def test_gates(activation, dtype, rows, inner):
+@for_both
+def test_gates(activation, dtype, rows, inner, many):
     r = Random(rows)
     x, weight = r.numbers(rows, 96, dtype=dtype), DenseWeight(r.numbers(2 * inner, 96, dtype=dtype) / 10)
     bias = r.numbers(2 * inner)
     operation = ops.GatedProduct(BufferView("x", 96), BufferView("y", inner), weight, bias, activation)
     want = gate(x.double() @ weight.dense(torch.float64).T + bias.double(), activation)
     for instructions in ways():
-        got = run(operation, x, many=True, instructions=instructions)
+        got = run(operation, x, many=many, instructions=instructions)
         torch.testing.assert_close(got.double(), want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-3)
 
 
+@for_both
 @pytest.mark.parametrize("seed", range(16))
-def test_blocks_and_mixtures_equal_float64(seed):
+def test_blocks_and_mixtures_equal_float64(seed, many):
     """Weights whose rows are in several formats, some of them numbers."""
     r, parts, rows = Random(seed), [], 70
     dtype = r.of([torch.float32, torch.bfloat16])
@@ -124,20 +128,21 @@ def test_blocks_and_mixtures_equal_float64(seed):
     weight, x = joined(parts), r.numbers(rows, 512, dtype=dtype)
     exact = weight.dense(torch.float64)
     for instructions in ways():
-        got = multiply(x, weight, many=True, instructions=instructions).double()
+        got = multiply(x, weight, many=many, instructions=instructions).double()
         want = x.double() @ exact.T
         # Rows are rounded to 8 bits in parts of 32 numbers, or weights to bfloat16.
         parts_of_x = x.double().view(rows, -1, 32)
         steps = (parts_of_x.abs().amax(-1, keepdim=True) / 127).expand_as(parts_of_x).flatten(1) / 2
         most = steps @ exact.abs().T + x.double().abs() @ exact.abs().T * 2**-8 + want.abs() * 2**-7 + 1e-5
         assert ((got - want).abs() <= most).all()
-        again = multiply(x[20:45], weight, many=True, instructions=instructions).double()
+        again = multiply(x[20:45], weight, many=many, instructions=instructions).double()
         assert torch.equal(again, got[20:45])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gated", [False, True])
-def test_experts(dtype, gated):
+@for_both
+def test_experts(dtype, gated, many):
     """Of few rows, of many, and of none."""
     r, ends = Random(gated), torch.tensor([0, 3, 3, 50, 600, 601])
     x, weight = r.numbers(601, 64, dtype=dtype), r.numbers(6, 48, 64, dtype=dtype) / 8
@@ -149,13 +154,13 @@ def test_experts(dtype, gated):
     want = torch.einsum("mk,mnk->mn", x.double(), weight[expert].double()) + bias[expert].double()
     want = gate(want, Activation.SILU) if gated else want
     for instructions in ways():
-        got = run(operation, x, many=True, ends=ends, instructions=instructions)
+        got = run(operation, x, many=many, ends=ends, instructions=instructions)
         torch.testing.assert_close(got.double(), want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=0.01)
         if not gated:  # in any company
             plain = replace(operation, bias=None)
-            together = run(plain, x, many=True, ends=ends, instructions=instructions)
+            together = run(plain, x, many=many, ends=ends, instructions=instructions)
             one, their = DenseWeight(weight[3:4].contiguous()), torch.tensor([47])
-            alone = multiply_experts(x[3:50], one, their, many=True, instructions=instructions)
+            alone = multiply_experts(x[3:50], one, their, many=many, instructions=instructions)
             assert torch.equal(alone, together[3:50])
 
 
