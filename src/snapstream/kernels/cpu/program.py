@@ -90,9 +90,9 @@ class Scratch:
 class CpuProgram:
     """Runs a list of operations on the CPU; see :class:`snapstream.kernels.operations.PlainProgram`.
 
-    A slot's results depend only on that slot, bit for bit: not on other slots, on threads or on the steps per launch. Where
-    there are tile registers, programs for more than four rows add up products of bfloat16 in another order than others.
-    Those of a prompt's token depend only on the tokens before it: not on those of its chunk that follow.
+    A slot's results depend only on that slot, bit for bit: not on other slots, on threads or on the steps per launch.
+    Those of a prompt's token depend only on the tokens before it: not on those of its chunk that follow. Where there
+    are tile registers, programs for more than four rows add up products of bfloat16 in another order than others.
     """
 
     draws, captured = True, False
