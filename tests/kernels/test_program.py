@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from snapstream.cache import StateCache
 from snapstream.config import CacheBudget
@@ -47,11 +48,11 @@ def load(checkpoint, dtype):
     return load_model(checkpoint, load_spec(checkpoint), dtype, CPU)
 
 
-def work(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, stored=None):
+def work(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, stored=None, room=1):
     """Slots in the middle of sequences of different lengths, one of them free; caches are random.
 
     ``dtype`` is that of activations, by default the weights', and ``stored`` that of caches, by default the same.
-    Where it is said how many guesses slots have, what comes of them is verified.
+    Where it is said how many guesses slots have, what comes of them is verified. There may be ``room`` for more tokens.
     """
     spec, generator = model.spec.that_takes_back(8), torch.Generator().manual_seed(seed)
     dtype = dtype or model.dtype
@@ -77,7 +78,7 @@ def work(model, slots=4, tokens=1, steps=5, seed=0, dtype=None, drafted=None, st
         return made
 
     state = Slots(
-        token=torch.randint(0, 96, (slots, tokens), generator=generator),
+        token=F.pad(torch.randint(0, 96, (slots, tokens), generator=generator), (0, max(0, room - tokens)))[:, :tokens],
         position=column((3, 600, 5000, 1104)),
         base=ring("base"),
         count=ring("count"),
@@ -266,7 +267,7 @@ def test_several_tokens_equal_one_after_the_other(checkpoint, dtype):
     """To the bit, and the caches are not written before the tokens are certain."""
     model, T = load(checkpoint, dtype), 4
     operations, many = work(model, tokens=T, seed=3)
-    single_operations, single = work(model, seed=3)
+    single_operations, single = work(model, seed=3, room=T)
     for ours, theirs in zip(many.caches, single.caches, strict=True):
         for a, b in zip(ours.tensors, theirs.tensors, strict=True):
             b.copy_(a)
@@ -293,7 +294,7 @@ def test_verified_tokens_equal_one_after_the_other(checkpoint, dtype):
     """To the bit, in every round, however many of the guesses are right; in rings that turn in a step, too."""
     model, T = load(checkpoint, dtype), 4
     operations, many = work(model, tokens=T, seed=5, drafted=(0, 0, 0, 0))
-    single_operations, single = work(model, seed=5)
+    single_operations, single = work(model, seed=5, room=T)
     single.caches = copy.deepcopy(many.caches)
     for slots in (many.slots, single.slots):
         slots.limit[0, 2] = slots.base[0, 2] + 2  # shorter than what a step may take

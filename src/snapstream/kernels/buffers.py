@@ -156,6 +156,11 @@ class Slots:
         """Tokens per slot (``T``)."""
         return self.token.shape[1]
 
+    @property
+    def room(self) -> int:
+        """Tokens per slot that there is room for; steps of fewer use the first columns."""
+        return max(self.tokens, self.token.stride(0))
+
     def used(self) -> Tensor:
         """Which tokens are in use, bool ``[B, T]``."""
         places = torch.arange(self.tokens, device=self.active.device)
@@ -251,16 +256,17 @@ class BufferShape:
 
 def buffer_shapes(parts: Iterable[BufferView], dtype: torch.dtype) -> dict[str, BufferShape]:
     """Shapes of buffers that are wide enough for all parts, by name; ``dtype`` is that of activations."""
-    made: dict[str, BufferShape] = {}
     kinds: dict[str, BufferView] = {}
+    widths: dict[str, int] = {}
     for part in parts:
         first = kinds.setdefault(part.buffer, part)
         assert (part.dtype, part.copies) == (first.dtype, first.copies), part
-        kind = part.dtype or dtype
-        wide = torch.promote_types(kind, dtype) if kind.is_floating_point else kind
-        width = max(part.end, made[part.buffer].width) if part.buffer in made else part.end
-        made[part.buffer] = BufferShape(width, part.copies, wide)
-    return made
+        widths[part.buffer] = max(part.end, widths.get(part.buffer, 0))
+
+    def wide(kind: torch.dtype) -> torch.dtype:
+        return torch.promote_types(kind, dtype) if kind.is_floating_point else kind
+
+    return {name: BufferShape(widths[name], kind.copies, wide(kind.dtype or dtype)) for name, kind in kinds.items()}
 
 
 def allocate_buffers(

@@ -6,6 +6,7 @@ import ctypes
 
 from torch import Tensor
 
+from snapstream.kernels.buffers import BufferView
 from snapstream.kernels.cpu import interface, library
 from snapstream.kernels.cpu.checks import require
 from snapstream.kernels.cpu.program import structure_of_rows, structure_of_weight
@@ -57,4 +58,5 @@ def widen(weight: BlockWeight, target: Tensor) -> None:
         MemoryError: There is not enough memory for temporaries.
     """
     require(target.shape == weight.shape and target.stride(1) == 1, f"the target is {tuple(target.shape)}")
-    library.run("widen", structure_of_weight(weight, "weight")[0], structure_of_rows(target[:, None]), of="weights")
+    rows = structure_of_rows(target, BufferView("target", target.shape[1]))
+    library.run("widen", structure_of_weight(weight, "weight")[0], rows, of="weights")

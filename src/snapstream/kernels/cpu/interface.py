@@ -68,6 +68,7 @@ _STRUCTURES = {
         "const Cache* caches; int64_t layers;"
         "int64_t type, instructions;"  # of activations; how bfloat16 is multiplied
         "int64_t groups, slots, tokens, most_steps;"  # groups of layers; tokens per slot; steps per launch
+        "int64_t room;"  # tokens of all slots that any program of theirs has room for
         "int64_t* token; int64_t token_row;"  # [slots, tokens], with slots token_row elements apart
         "int64_t* position;"  # [slots]
         "int64_t* base, cached, limit;"  # [groups, slots], see snapstream/compression/layout.py

@@ -79,11 +79,11 @@ struct VectorProduct {
 // Up to so many rows, vectors are as fast as memory; from then on, tile registers are faster.
 constexpr int64_t ROWS_OF_VECTORS = 4;
 
-// Rows of a tile in a program of up to `row_limit` rows; 0: products are those of vectors. Sums of tiles are added in
-// another order, so it does not depend on how many rows there are at the moment.
-inline int64_t rows_of_tiles(int64_t instructions, int64_t row_limit) {
-  if (instructions != TILES || row_limit <= ROWS_OF_VECTORS) return 0;
-  return row_limit <= ROWS_AT_ONCE ? ROWS_AT_ONCE : LANES;
+// Rows of a tile in a program; 0: products are those of vectors. Tiles add up in another order, so the choice depends neither
+// on how many slots are active nor on how many tokens a step reads, but on how many tokens there is room for.
+inline int64_t rows_of_tiles(const Program& p) {
+  if (p.instructions != TILES || p.room <= ROWS_OF_VECTORS) return 0;
+  return p.room <= ROWS_AT_ONCE ? ROWS_AT_ONCE : LANES;
 }
 
 // Calls function(the way to multiply rows of type T with weights of a type).

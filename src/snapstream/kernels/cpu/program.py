@@ -92,7 +92,7 @@ class CpuProgram:
 
     A slot's results depend only on that slot, bit for bit: not on other slots, on threads or on the steps per launch.
     Those of a prompt's token depend only on the tokens before it: not on those of its chunk that follow. Where there
-    are tile registers, programs for more than four rows add up products of bfloat16 in another order than others.
+    are tile registers, slots with room for more than four tokens add up products of bfloat16 in another order.
     """
 
     draws, captured = True, False
@@ -156,6 +156,7 @@ class CpuProgram:
             groups=len(slots.base),
             slots=B,
             tokens=slots.tokens,
+            room=slots.tokens if is_prompt else B * slots.room,
             most_steps=self._steps,
             token=_address(slots.token),
             token_row=slots.token.stride(0),
@@ -243,7 +244,7 @@ class CpuProgram:
 
     def _operand(self, value: BufferView | Weight | Tensor | SamplingState, name: str) -> ctypes.Structure:
         if isinstance(value, BufferView):
-            return structure_of_rows(value.of(self.work.buffers))
+            return structure_of_rows(self.work.buffers[value.buffer], value)
         if isinstance(value, SamplingState):
             pointers = ((field, _address(getattr(value, field))) for field in interface.FIELDS["SamplingState"])
             return _MADE["SamplingState"](**dict(pointers))
@@ -282,9 +283,11 @@ def _of_kind(name: str, fields: ctypes.Structure) -> ctypes.Structure:
     return _MADE["Operation"](kind=KINDS[name], **{interface.member(name): fields})
 
 
-def structure_of_rows(view: Tensor) -> ctypes.Structure:
-    """The structure of a part: a view ``[rows, heads, size]``."""
-    return _MADE["BufferView"](_address(view), _number(view.dtype), view.stride(0), *view.shape[1:], view.stride(1))
+def structure_of_rows(buffer: Tensor, view: BufferView) -> ctypes.Structure:
+    """The structure of a part of a buffer's rows."""
+    first, number = _address(buffer), _number(buffer.dtype)
+    data = None if first is None else first + view.offset * buffer.itemsize
+    return _MADE["BufferView"](data, number, buffer.stride(0), view.heads, view.size, view.step)
 
 
 def structure_of_vector(numbers: Tensor, name: str) -> ctypes.Structure:

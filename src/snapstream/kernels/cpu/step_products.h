@@ -27,7 +27,7 @@ template <typename T>
 class ProductOperations {
  public:
   ProductOperations(Step& step, int64_t threads, Scratch& scratch)
-      : s(step), tile_rows(rows_of_tiles(step.p.instructions, step.row_limit)), together(std::max(tile_rows, ROWS_AT_ONCE)),
+      : s(step), tile_rows(rows_of_tiles(step.p)), together(std::max(tile_rows, ROWS_AT_ONCE)),
         last(threads) {
     int64_t dense = 0, blocks = 0;  // columns of the widest weights
     const auto needs = [&](const auto& o) {
@@ -45,7 +45,8 @@ class ProductOperations {
       visit(s.p.operations[i], needs);
       if (s.p.operations[i].kind == Kind::ExpertProduct) most = std::max(most, ROWS_AT_ONCE);  // several rows per token
     }
-    left_size = most * dense, rounded_size = blocks ? most * Rounded::bytes(blocks) : 0;
+    left_size = std::max(most, (most + tile_rows) / 2) * dense;  // tiles have room for more rows, but of two bytes
+    rounded_size = blocks ? most * Rounded::bytes(blocks) : 0;
     left = scratch.reserve<float>(threads * left_size);
     rounded = scratch.reserve<char>(threads * rounded_size);
   }
