@@ -197,14 +197,14 @@ def test_settings_of_a_policy_of_others():
 
 
 def test_what_follows_a_name_is_kept_whole():
-    """A query 40 tokens before the end looks for the token at 300; an id of 40 tokens follows that one."""
-    keys, queries = torch.zeros(1, 1, 1000, 8), torch.zeros(1, 1, 1000, 8)
-    keys[0, 0, 300, 0] = queries[0, 0, 960, 0] = 20.0
-    parts, wanted = {"queries": queries, "keys": keys, "values": keys}, set(range(290, 341))
+    """A query 40 tokens before the end looks for the token at 2,000; an id of 40 tokens follows that one."""
+    keys, queries = torch.zeros(1, 1, 3000, 8), torch.zeros(1, 1, 3000, 8)
+    keys[0, 0, 2000, 0] = queries[0, 0, 2960, 0] = 20.0
+    parts, wanted = {"queries": queries, "keys": keys, "values": keys}, set(range(1990, 2041))
     kept = {}
     for name in ("spans", "mixed", "snapstream"):
-        budget = CacheBudget.preset(name, 256)
-        kept[name] = set(choose(parts, [lay_out(1000, budget)], budget)[0, 0].tolist())
+        budget = CacheBudget.preset(name, 1024)
+        kept[name] = set(choose(parts, [lay_out(3000, budget)], budget)[0, 0].tolist())
     assert kept["spans"] >= wanted
     assert not kept["mixed"] >= wanted
     assert not kept["snapstream"] >= wanted
@@ -353,3 +353,9 @@ def test_a_block_that_is_longer_than_the_text_is_all_of_it():
     choices = [choose(layer(150, 160), [lay_out(150, budget)], budget) for budget in budgets]
     for chosen in choices[1:]:
         assert torch.equal(chosen, choices[0])
+
+
+def test_small_caches_have_fewer_voters():
+    sizes = (32, 64, 213, 425, 1024, 8192)
+    assert [CacheBudget.of(size).policy.voters for size in sizes] == [8, 16, 16, 26, 64, 64]
+    assert CacheBudget.parse({"capacity": 213, "policy": "spans", "voters": 53}).policy.voters == 53

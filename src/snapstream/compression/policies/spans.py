@@ -74,10 +74,14 @@ class Spans(WindowVotes):
     @classmethod
     @override
     def sized(cls, capacity: int) -> Spans:
-        """The policy with at most a quarter of ``capacity`` as window, as voters and as span."""
+        """The policy with at most a quarter of ``capacity`` as window, as voters and as span.
+
+        Each voter names tokens of its own, so where there is room for few, fewer voters choose better: a sixteenth of
+        ``capacity``, but no fewer than the window.
+        """
         quarter = capacity // 4
-        span = min(cls.span, quarter - 1 | 1)
-        window, voters = min(cls.window, quarter), min(cls.voters, quarter)
+        span, window = min(cls.span, quarter - 1 | 1), min(cls.window, quarter)
+        voters = min(cls.voters, max(window, capacity // 16))
         return cls(window=window, span=span, shift=min(cls.shift, (span + 1) // 4), voters=voters)
 
     @property
