@@ -356,6 +356,6 @@ def test_a_block_that_is_longer_than_the_text_is_all_of_it():
 
 
 def test_small_caches_have_fewer_voters():
-    sizes = (32, 64, 213, 425, 1024, 8192)
-    assert [CacheBudget.of(size).policy.voters for size in sizes] == [8, 16, 16, 26, 64, 64]
+    sizes = (32, 64, 213, 256, 425, 640, 8192)
+    assert [CacheBudget.of(size).policy.voters for size in sizes] == [8, 16, 16, 16, 37, 64, 64]
     assert CacheBudget.parse({"capacity": 213, "policy": "spans", "voters": 53}).policy.voters == 53

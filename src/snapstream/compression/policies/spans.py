@@ -76,12 +76,12 @@ class Spans(WindowVotes):
     def sized(cls, capacity: int) -> Spans:
         """The policy with at most a quarter of ``capacity`` as window, as voters and as span.
 
-        Each voter names tokens of its own, so where there is room for few, fewer voters choose better: a sixteenth of
-        ``capacity``, but no fewer than the window.
+        Each voter names tokens of its own, so where there is room for few, fewer voters choose better: as many as the
+        window in up to 256 entries, and all in 640 and more.
         """
         quarter = capacity // 4
         span, window = min(cls.span, quarter - 1 | 1), min(cls.window, quarter)
-        voters = min(cls.voters, max(window, capacity // 16))
+        voters = min(cls.voters, max(window, capacity // 8 - cls.window))
         return cls(window=window, span=span, shift=min(cls.shift, (span + 1) // 4), voters=voters)
 
     @property
