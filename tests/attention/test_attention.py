@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from snapstream.attention import CpuAttention, SdpaAttention, choose_backend
 from snapstream.errors import ConfigurationError
 from snapstream.kernels import cpu as kernels
-from snapstream.kernels.weight import DenseWeight
-from tests.products import multiply
 from tests.reference import naive_attention
 
 needs_compiler = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
@@ -99,26 +97,6 @@ def test_decode_of_a_row_does_not_depend_on_the_batch():
     for b in range(3):
         alone = kernels.decode_attention(query[b : b + 1], keys[b : b + 1], values[b : b + 1], valid[b : b + 1], 0.1)
         assert torch.equal(alone[0], together[b])
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "out"), [(1, 1), (2, 31), (3, 32), (4, 33), (5, 100), (6, 64), (7, 5), (8, 77), (11, 40)]
-)
-def test_products_of_few_rows_equal_float64(dtype, stored, bias, rows, out):
-    x, weight, b = (
-        torch.randn(rows, 96).to(dtype),
-        DenseWeight(torch.randn(out, 96).to(stored)),
-        torch.randn(out).to(stored),
-    )
-    got = multiply(x, weight, b if bias else None)
-    want = torch.nn.functional.linear(x.double(), weight.dense(torch.float64), b.double() if bias else None)
-    torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    for m in range(rows):
-        assert torch.equal(multiply(x[m : m + 1], weight, b if bias else None)[0], got[m])
 
 
 def test_choice_of_backend():
