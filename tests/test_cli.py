@@ -107,7 +107,7 @@ def test_plan_is_what_an_engine_says(options, settings):
     assert (planned["full_slots"], planned["total_full"]) == (full.slots, full.total)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_how_many_slots_fit_is_true(tmp_path, device):
     """So many fit and one more does not; full caches are counted the same way whatever the budget is."""
     directory = save_config(tmp_path, LLAMA_31_8B)
