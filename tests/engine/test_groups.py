@@ -132,22 +132,8 @@ def test_every_family_in_bfloat16(tmp_path, family):
     assert sum(abs(a - b) for a, b in zip(mine, theirs, strict=True)) / 6 < 1.0, (mine, theirs)
 
 
-@pytest.mark.parametrize(
-    ("family", "speculative"),
-    [
-        ("qwen3.5", "off"),
-        ("gemma4-shared", "lookup"),
-        *(  # the interpreter is slow
-            pytest.param(family, speculative, marks=pytest.mark.slow)
-            for family, speculative in (
-                *(("qwen3-windows", each) for each in ("off", "lookup")),
-                *(("two-windows", each) for each in ("off", "lookup")),
-                ("gemma4-shared", "off"),
-                ("qwen3.5", "lookup"),
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("speculative", ["off", "lookup"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-windows", "two-windows", "gemma4-shared"])
 def test_turns_by_tritons_kernels_equal_naive_turns(family, speculative, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "interpreting", False)  # other tests on the CPU are not for the interpreter

@@ -1,6 +1,8 @@
 // Products of few rows with weights. Decode on a CPU is bound by memory: a step reads every weight once, for all rows.
 // The result of a row depends only on that row, bit for bit: sums run in the same order whatever the other rows are.
 #pragma once
+#include <optional>
+
 #include "tiles.h"
 
 namespace snapstream {
@@ -101,16 +103,12 @@ inline auto with_product(int64_t type, int64_t instructions, int64_t tile_rows, 
 // Held while a thread multiplies few rows; tile_rows may be 0.
 struct ProductSession {
 #if defined(SNAPSTREAM_TILES)
-  explicit ProductSession(int64_t tile_rows) : tiles(tile_rows > 0) {
-    if (tile_rows == ROWS_AT_ONCE) TileProduct<ROWS_AT_ONCE>::configuration().load();
-    if (tile_rows == LANES) TileProduct<LANES>::configuration().load();
+  explicit ProductSession(int64_t tile_rows) {
+    if (tile_rows == ROWS_AT_ONCE) tiles.emplace(TileProduct<ROWS_AT_ONCE>::configuration());
+    if (tile_rows == LANES) tiles.emplace(TileProduct<LANES>::configuration());
   }
-  ~ProductSession() {
-    if (tiles) _tile_release();
-  }
-  ProductSession(const ProductSession&) = delete;
 
-  const bool tiles;
+  std::optional<TileSession> tiles;
 #else
   explicit ProductSession(int64_t) {}
 #endif

@@ -27,8 +27,7 @@ template <typename T>
 class ProductOperations {
  public:
   ProductOperations(Step& step, int64_t threads, Scratch& scratch)
-      : s(step), tile_rows(rows_of_tiles(step.p)), together(std::max(tile_rows, ROWS_AT_ONCE)),
-        last(threads) {
+      : s(step), tile_rows(rows_of_tiles(step.p)), together(std::max(tile_rows, ROWS_AT_ONCE)), last(threads) {
     int64_t dense = 0, blocks = 0;  // columns of the widest weights
     const auto needs = [&](const auto& o) {
       if constexpr (requires { o.weight.columns; }) {
