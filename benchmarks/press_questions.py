@@ -27,7 +27,7 @@ from kvpress import CURPress, ExpectedAttentionPress, KVzipPress
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks import presses
-from benchmarks.real_models import tables
+from benchmarks.real_results import tables
 from benchmarks.transformers_model import read
 from snapstream.evaluation.hosts import Answer, Job, Prompts
 from snapstream.evaluation.lab import run_questions

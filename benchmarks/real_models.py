@@ -4,7 +4,8 @@ Runs ``snapstream eval`` part by part on every GGUF file of a directory, and pri
 A run takes hours on two cores. It can be stopped at any time, and the same command continues.
 
     python -m benchmarks.real_models MODELS DATA --output eval-real --parts pairs,topics --samples 100
-    python -m benchmarks.real_models MODELS DATA --output eval-real --parts none      # only the tables
+    python -m benchmarks.real_models MODELS DATA --output eval-real --parts none --pack scores.jsonl  # only the tables
+    python -m benchmarks.real_results scores.jsonl                                                    # the same tables
 
 Defaults were chosen on texts with even numbers, and on other generated ones. ``--half odd`` asks about the others.
 """
@@ -18,14 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapstream.config import DEFAULT_POLICY
-from snapstream.evaluation.markdown import as_gap, as_lines, mark
+from benchmarks.real_results import pack, print_tables, write_packed
 from snapstream.evaluation.policies import ENGINE_POLICIES
-from snapstream.evaluation.records import Record, read_records
-from snapstream.evaluation.tables import Results
 
 POLICIES = tuple(policy for policy in ENGINE_POLICIES if policy != "random")
-PAPER = "snapstream"
 SIZES = "1/4,1/8,1/16,1/32"
 FIRST_SEED = {"even": 0, "odd": 5000}
 """Of generated texts."""
@@ -88,33 +85,6 @@ def run(model: Path, part: Part, data: Path, output: Path, samples: int, half: s
     return subprocess.run([*command, *part.options, *rest], check=False, stdout=subprocess.DEVNULL).returncode
 
 
-def tables(records: list[Record]) -> list[str]:
-    """A table per size: a row per task, a column per policy; the last row compares with the full cache.
-
-    The last column compares the default with the paper's rule.
-    """
-    results = Results(records)
-    lines: list[str] = []
-    for size in results.sizes:
-
-        def gap(ours: str, theirs: str, tasks: Sequence[str], size: str = size) -> str:
-            found = results.difference(ours, theirs, tasks, [size])
-            return "" if found is None else as_gap(found)
-
-        table = [["task", "tokens", "questions", *results.labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
-        for task in results.tasks:
-            for length in results.lengths_of(task):
-                cells = [results.cell(task, length, label, size) for label in results.labels]
-                count = results.most(task, length, size)
-                shown = ["" if cell is None else f"{cell}{mark(cell, count)}" for cell in cells]
-                tokens = str(results.tokens(task, length))
-                table.append([task, tokens, str(count), *shown, gap(DEFAULT_POLICY, PAPER, [task])])
-        gaps = [gap(label, "full", results.tasks) for label in results.labels]
-        table.append(["against the full cache", "", "", *gaps, gap(DEFAULT_POLICY, PAPER, results.tasks)])
-        lines += ["", f"### {size} of the prompt", "", *as_lines(table)]
-    return lines
-
-
 def main() -> None:
     """Run the parts that were chosen, and print all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,6 +95,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--samples", type=int, default=100, help="questions per task and place")
     parser.add_argument("--half", choices=("even", "odd", "all"), default="all", help="about which texts is asked")
+    parser.add_argument("--pack", type=Path, help="write the scores to this file, without the answers")
     known, rest = parser.parse_known_args()
     chosen = [] if known.parts == "none" else known.parts.split(",")
     unknown = [name for name in chosen if name not in PARTS]
@@ -141,11 +112,11 @@ def main() -> None:
             )
             if status:
                 sys.exit(status)
-    for model in models:
-        written = sorted((known.output / model.stem).glob("*/results.jsonl"))
-        records = [record for path in written for record in read_records(path)[1]]
-        if records:
-            print("\n".join(["", f"## {model.stem}", *tables(records)]))
+    written = [path for model in models for path in sorted((known.output / model.stem).glob("*/results.jsonl"))]
+    packed = [line for path in written for line in pack(path)]
+    print_tables(packed)
+    if known.pack is not None:
+        write_packed(packed, known.pack)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,22 @@ from snapstream.config.policy import LayerPrompt, Policy, split
 
 @dataclass(frozen=True, kw_only=True)
 class Spans(WindowVotes):
-    """Three rankings take entries in turn: single tokens, whole spans of text and, every fourth turn, keys.
+    """Four rankings take entries in turn: single tokens, long spans of text, short ones and, every third turn, keys.
 
     The paper's votes, averaged over a few neighbors, keep what the question points at, and a little around it. An
     answer that is longer than that, such as an id of thirty characters behind its name, is kept in fragments. Averages
-    over a wide span keep it whole, but leave room for few places. A span reaches further past its votes than before
-    them, as an answer usually follows the name that the question repeats. Votes know nothing about later questions, so
-    a ninth of the entries goes to tokens whose keys differ from their neighbors'.
+    over a wide span keep it whole, but leave room for few places; averages over half of that keep more places. A span
+    reaches further past its votes than before them, as an answer usually follows the name that the question repeats.
+    Votes know nothing about later questions, so a tenth of the entries goes to tokens whose keys differ from their
+    neighbors'.
 
     For spans, the window is longer, and a token's vote is the largest share of attention that any of its queries pays
     to it. A sum would be diluted by all the queries that ask for nothing: words of the template, or of a long question.
     docs/experiments.md describes the measurements.
 
     Attributes:
-        span: Odd width of the average of votes for spans.
-        shift: How many tokens past its votes the middle of a span is.
+        span: Odd width of the average of votes for long spans; short ones are half as wide.
+        shift: How many tokens past its votes the middle of a long span is; of a short one, half as many.
         voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``.
         near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
         key_turns: A key is taken every so many turns; 0 for never.
@@ -45,12 +46,12 @@ class Spans(WindowVotes):
 
     name: ClassVar[str] = "spans"
 
-    window: int = 16
+    window: int = 8
     span: int = 63
     shift: int = 16
     voters: int = 64
     near: int = NEAR
-    key_turns: int = 4
+    key_turns: int = 3
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -76,12 +77,12 @@ class Spans(WindowVotes):
     def sized(cls, capacity: int) -> Spans:
         """The policy with at most a quarter of ``capacity`` as window, as voters and as span.
 
-        Each voter names tokens of its own, so where there is room for few, fewer voters choose better: as many as the
-        window in up to 256 entries, and all in 640 and more.
+        Each voter names tokens of its own, so where there is room for few, fewer voters choose better: 16 in up to 256
+        entries, and all in 640 and more.
         """
         quarter = capacity // 4
         span, window = min(cls.span, quarter - 1 | 1), min(cls.window, quarter)
-        voters = min(cls.voters, max(window, capacity // 8 - cls.window))
+        voters = min(cls.voters, quarter, max(16, capacity // 8 - 16))
         return cls(window=window, span=span, shift=min(cls.shift, (span + 1) // 4), voters=voters)
 
     @property
@@ -117,8 +118,13 @@ class Spans(WindowVotes):
     @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
         tokens, spans, *keys = votes
-        # A span's middle is past its votes; padding makes room for votes that move past the last token.
-        moved = pool_votes(F.pad(spans, (self.shift, 0)), pooling="avg", kernel=self.span)
-        lists = [super().smooth(tokens, prompt), moved[..., : spans.shape[-1]], *keys]
-        every = [1, 1, self.key_turns][: len(lists)]
+        long, short = (self.span, self.shift), (self.span // 2 | 1, self.shift // 2)
+        lists = [super().smooth(tokens, prompt), _moved_average(spans, *long), _moved_average(spans, *short), *keys]
+        every = [1, 1, 1, self.key_turns][: len(lists)]
         return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k, every=every)
+
+
+def _moved_average(votes: Tensor, width: int, shift: int) -> Tensor:
+    """Votes averaged over ``width`` tokens, whose middle is ``shift`` tokens before; shaped like ``votes``."""
+    # Padding makes room for votes that move past the last token.
+    return pool_votes(F.pad(votes, (shift, 0)), pooling="avg", kernel=width)[..., : votes.shape[-1]]

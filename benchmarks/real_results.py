@@ -1,0 +1,150 @@
+"""Scores of ``snapstream eval`` in a form that is small enough to publish, and their tables.
+
+A packed file has one JSON object per model and task: the run's header, the questions, and for each cache a list of
+scores, one per question. What the model wrote is left out. docs/assets/real-models.jsonl is such a file.
+
+    python -m benchmarks.real_results docs/assets/real-models.jsonl     # the tables of docs/accuracy.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapstream.config import DEFAULT_POLICY
+from snapstream.evaluation.markdown import as_lines, is_weak, mark, weakness
+from snapstream.evaluation.records import Record, read_records
+from snapstream.evaluation.tables import Results
+
+PAPER = "snapstream"
+_QUESTION = ("length", "seed", "depth", "prompt_tokens", "text", "question")
+"""Fields of a record that all caches share."""
+_LEFT_OUT: dict[str, Any] = {
+    **{"settings": {}, "entries": None, "budget": None, "prompt_sha256": "", "output": "", "answer": ""},
+    **{"found": [], "equal": False, "output_tokens": 0, "finish_reason": ""},
+}
+
+
+def pack(path: Path) -> Iterator[dict[str, Any]]:
+    """The tasks of a results file, without outputs.
+
+    Args:
+        path: A file that ``snapstream eval`` wrote.
+
+    Yields:
+        For each task and nominal length: ``header``, ``task``, ``questions`` (a list of objects) and ``scores``: a list
+        per cache, in the order of the questions; ``null`` is a question that the cache was not asked.
+
+    Raises:
+        ValueError: Settings were swept.
+    """
+    header, records = read_records(path)
+    for task, row in dict.fromkeys((record.task, record.row) for record in records):
+        chosen = [record for record in records if (record.task, record.row) == (task, row)]
+        if any(record.settings for record in chosen):
+            raise ValueError(f"{path} has results of swept settings; give results of policies and sizes")
+        # `truncated` sees a shorter prompt, and comes after the full cache: the first record describes a question.
+        questions = {_place(record): record for record in reversed(chosen)}
+        order = {place: at for at, place in enumerate(sorted(questions))}
+        scores: dict[str, list[float | None]] = {}
+        for record in chosen:
+            cache = f"{record.policy} {record.size}".strip()
+            scores.setdefault(cache, [None] * len(order))[order[_place(record)]] = _short(record.right)
+        described = [{name: getattr(questions[place], name) for name in _QUESTION} for place in order]
+        yield {"header": header, "task": task, "questions": described, "scores": scores}
+
+
+def unpack(line: dict[str, Any]) -> Iterator[Record]:
+    """The records of one task; outputs and budgets are empty."""
+    for cache, scores in line["scores"].items():
+        policy, _, size = cache.partition(" ")
+        for question, score in zip(line["questions"], scores, strict=True):
+            if score is not None:
+                yield Record(
+                    task=line["task"],
+                    policy=policy,
+                    size=size,
+                    score=score,
+                    **question,
+                    **_LEFT_OUT,
+                )
+
+
+def write_packed(lines: Iterable[dict[str, Any]], to: Path) -> None:
+    """Write packed tasks to a file of JSON lines."""
+    to.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_packed(path: Path) -> list[dict[str, Any]]:
+    """The packed tasks of such a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def print_tables(lines: Iterable[dict[str, Any]]) -> None:
+    """Print the tables of every model."""
+    models: dict[str, list[Record]] = {}
+    for line in lines:
+        models.setdefault(Path(line["header"]["model"]).stem, []).extend(unpack(line))
+    for name, records in models.items():
+        print("\n".join(["", f"## {name}", "", *tables(records)]))
+
+
+def _place(record: Record) -> tuple[int, int, float]:
+    """What tells a question from the others of its task."""
+    return record.row, record.seed, -1.0 if record.depth is None else record.depth
+
+
+def _short(score: float) -> float:
+    return int(score) if score in (0, 1) else round(score, 4)
+
+
+def tables(records: list[Record]) -> list[str]:
+    """A table per size: a row per task, a column per policy; the last row compares with the full cache.
+
+    The last column compares the default with the paper's rule. **Bold** cells are significantly below the full cache,
+    bold differences significantly unlike 0. Tasks that the model cannot do with a full cache are only named.
+    """
+    results = Results(records)
+    tasks = [task for task in results.tasks if not is_weak(results, task)]
+    lines = [f"{task}: {weakness(results, task)}" for task in results.tasks if task not in tasks]
+    for size in results.sizes:
+
+        def gap(ours: str, theirs: str, tasks: Sequence[str], size: str = size) -> str:
+            found = results.difference(ours, theirs, tasks, [size])
+            return "" if found is None else _in_points(found)
+
+        table = [["task", "tokens", "questions", *results.labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
+        for task in tasks:
+            for length in results.lengths_of(task):
+                count = results.most(task, length, size)
+                shown = [_shown(results, task, length, label, size) for label in results.labels]
+                tokens = str(results.tokens(task, length))
+                table.append([task, tokens, str(count), *shown, gap(DEFAULT_POLICY, PAPER, [task])])
+        gaps = [gap(label, "full", tasks) for label in results.labels]
+        table.append(["points relative to full", "", "", *gaps, gap(DEFAULT_POLICY, PAPER, tasks)])
+        lines += ["", f"**{size} of the prompt**", "", *as_lines(table)]
+    return lines
+
+
+def _shown(results: Results, task: str, length: int, label: str, size: str) -> str:
+    """Percent with its interval, bold if it is significantly below the full cache's."""
+    cell = results.cell(task, length, label, size)
+    if cell is None:
+        return ""
+    text = f"{cell}{mark(cell, results.most(task, length, size))}"
+    found = results.difference(label, "full", [task], [size])
+    return f"**{text}**" if found is not None and found[2] < 0 else text
+
+
+def _in_points(difference: tuple[float, float, float, int]) -> str:
+    """A difference in points with its interval, bold if the interval excludes 0."""
+    mean, low, high, _ = difference
+    text = f"{100 * mean:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+if __name__ == "__main__":
+    print_tables(read_packed(Path(sys.argv[1])))

@@ -1,0 +1,65 @@
+"""Published scores: packed without loss, and the tables of docs/accuracy.md are theirs."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.real_results import pack, read_packed, tables, unpack, write_packed
+from snapstream.evaluation.records import Record, RecordFile, read_records
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "docs" / "assets" / "real-models.jsonl"
+
+
+def a_record(task, seed, policy, size, score, **fields):
+    given = {"length": 900 + seed, "depth": None, "prompt_tokens": 900 + seed, "found": [], "settings": {}, **fields}
+    given |= {"entries": None, "budget": None, "prompt_sha256": "x", "output": "y", "answer": "z", "equal": False}
+    return Record(
+        task=task, seed=seed, policy=policy, size=size, score=score, output_tokens=3, finish_reason="stop", **given
+    )
+
+
+def some_records():
+    """Questions of a file and generated ones, some of which not every cache was asked."""
+    draw, records = random.Random(3), []
+    for policy, size in [("full", ""), *((name, size) for name in ("spans", "snapstream") for size in ("1/4", "1/8"))]:
+        for seed in (1, 3, 5, 8):
+            if policy == "full" or draw.random() < 0.8:
+                score = draw.choice([0.0, 1.0, 1 / 3])
+                records.append(a_record("facts", seed, policy, size, score, question=str(seed), text=seed // 2))
+                found = [draw.random() < 0.7, True]
+                records.append(a_record("kv", seed, policy, size, None, length=1000, depth=0.5, found=found))
+    return records
+
+
+def test_packing_keeps_all_that_tables_need(tmp_path):
+    results, packed = tmp_path / "results.jsonl", tmp_path / "packed.jsonl"
+    with RecordFile(results, {"model": "a.gguf"}) as file:
+        for record in some_records():
+            file.add(record)
+    write_packed(pack(results), packed)
+    found = [record for line in read_packed(packed) for record in unpack(line)]
+    records = read_records(results)[1]
+    assert {record.key: record.cluster for record in found} == {record.key: record.cluster for record in records}
+    assert {r.key: pytest.approx(r.right, abs=1e-4) for r in found} == {r.key: r.right for r in records}
+    assert tables(found) == tables(records)
+    assert len(tables(found)) > 10
+
+
+def test_swept_settings_are_refused(tmp_path):
+    with RecordFile(tmp_path / "results.jsonl", {"model": "a.gguf"}) as file:
+        file.add(a_record("facts", 1, "spans", "1/4", 1.0, settings={"span": "31"}, question="1", text=0))
+    with pytest.raises(ValueError, match="swept"):
+        list(pack(tmp_path / "results.jsonl"))
+
+
+def test_the_page_shows_the_published_scores():
+    """Each row of the tables that the scores give is in the page as it is printed."""
+    page = set((ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8").splitlines())
+    models = {}
+    for line in read_packed(PUBLISHED):
+        models.setdefault(line["header"]["model"], []).extend(unpack(line))
+    rows = [row for records in models.values() for row in tables(records) if row.startswith("|")]
+    assert len(rows) > 20
+    assert [row for row in rows if row not in page] == []
