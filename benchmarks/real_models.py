@@ -1,11 +1,12 @@
 """Accuracy of cache policies on real models and public questions.
 
 Runs ``snapstream eval`` part by part on every GGUF file of a directory, and prints what all parts have found so far.
-A run takes hours on two cores. It can be stopped at any time, and the same command continues.
+A run takes hours on two cores. It can be stopped at any time, and the same command continues. The answers are in a
+directory per model and part; ``scores.jsonl`` has the scores of all of them.
 
     python -m benchmarks.real_models MODELS DATA --output eval-real --parts pairs,topics --samples 100
-    python -m benchmarks.real_models MODELS DATA --output eval-real --parts none --pack scores.jsonl  # only the tables
-    python -m benchmarks.real_results scores.jsonl                                                    # the same tables
+    python -m benchmarks.real_models MODELS DATA --output eval-real --parts none      # only the tables
+    python -m benchmarks.real_results eval-real/scores.jsonl                          # the same tables
 
 Defaults were chosen on texts with even numbers, and on other generated ones. ``--half odd`` asks about the others.
 """
@@ -95,7 +96,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--samples", type=int, default=100, help="questions per task and place")
     parser.add_argument("--half", choices=("even", "odd", "all"), default="all", help="about which texts is asked")
-    parser.add_argument("--pack", type=Path, help="write the scores to this file, without the answers")
     known, rest = parser.parse_known_args()
     chosen = [] if known.parts == "none" else known.parts.split(",")
     unknown = [name for name in chosen if name not in PARTS]
@@ -112,11 +112,11 @@ def main() -> None:
             )
             if status:
                 sys.exit(status)
-    written = [path for model in models for path in sorted((known.output / model.stem).glob("*/results.jsonl"))]
+    written = sorted(known.output.glob("*/*/results.jsonl"))
     packed = [line for path in written for line in pack(path)]
     print_tables(packed)
-    if known.pack is not None:
-        write_packed(packed, known.pack)
+    if packed:
+        write_packed(packed, known.output / "scores.jsonl")
 
 
 if __name__ == "__main__":

@@ -5,29 +5,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from snapstream.cache.codes import FEWEST_KEYS, CodeFormat
-from snapstream.compression import (
-    LayoutTensors,
-    choose_entries,
-    lay_out,
-    layout_tensors,
-    next_entry,
-)
-from snapstream.config import CacheBudget, LayerPrompt
+from snapstream.compression import lay_out, layout_tensors, next_entry
+from snapstream.config import CacheBudget
 from snapstream.config.pins import Span
-from snapstream.config.policy import ALL
 from snapstream.errors import RequestError
 from snapstream.integrations.transformers.coding import Coding
 from snapstream.integrations.transformers.pins import BatchPins, Row, row_budgets
-from snapstream.integrations.transformers.prompt import is_causal
+from snapstream.integrations.transformers.prompt import fresh_tokens, is_causal
+from snapstream.integrations.transformers.waiting import WaitingPrompt, take
 from snapstream.transfers import to_device
 
 
@@ -43,37 +36,6 @@ class _Handoff(threading.local):
 
 
 _handoff = _Handoff()
-
-
-@dataclass
-class _Prompt:
-    """A prompt that has not been compressed yet, appended to the previous contents of the cache.
-
-    Attributes:
-        keys: ``[B, N, L, D]``.
-        values: ``[B, N, L, D_v]``.
-        first_voters: Per sequence, how many of the tokens come from the cache; their queries no longer exist.
-        entries: True positions of the tokens that come from the cache, ``[B, N or 1, C]``; ``None`` if none are pinned.
-        bases: Per sequence, the first of them that was in the ring.
-        real: Which tokens are neither padding nor unused entries, ``[B, L]``; ``None`` if all tokens are real, or while
-            this is not known for new tokens.
-        tail: Queries of the last ``W`` tokens, ``[B, H, W, D]``.
-        chosen: Tokens that would be kept if the prompt ended here, ``[B, N or 1, C]``; ``None`` until attention has
-            run.
-        layout: Layout of the cache with the chosen tokens.
-        positions: True positions of the chosen tokens, like ``chosen``; ``None`` if none are pinned.
-    """
-
-    keys: Tensor
-    values: Tensor
-    first_voters: list[int]
-    entries: Tensor | None = None
-    bases: Sequence[int] = ()
-    real: Tensor | None = None
-    tail: Tensor | None = None
-    chosen: Tensor | None = None
-    layout: LayoutTensors | None = None
-    positions: Tensor | None = None
 
 
 def take_updated_layer(index: int | None, key: Tensor) -> SnapStreamLayer | None:
@@ -150,7 +112,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.positions: Tensor | None = None
         self._at_end: tuple[Tensor, Tensor] | None = None  # count and seen tokens, when the last prompt ended
         self._budgets = [replace(budget, pin=(*spans, *budget.pin)) for spans in pins or [()]]
-        self._prompt: _Prompt | None = None
+        self._prompt: WaitingPrompt | None = None
         self._coding = coding
         self.frames: Tensor | None = None
         # Of codes, the keys that the last update of one token returned; they must not outlive attention.
@@ -299,7 +261,9 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         prompt, batch, tokens = self._prompt, query.shape[0], query.shape[2]
         assert prompt is not None
         before = key.shape[2] - tokens
-        fresh = None if mask is None else self._fresh_tokens(mask, tokens)
+        fresh = None if mask is None else fresh_tokens(mask, tokens, self.padding)
+        if fresh is not None:
+            self.padding.add_((~fresh).sum(1))
         real = fresh
         if before and (fresh is not None or prompt.real is not None):
             both = ((prompt.real, before), (fresh, tokens))
@@ -315,40 +279,19 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
                 mask = mask if real is None else mask & real[:, None, None]
             out = attend(mask)
         softmax = {"scale": scale, "cap": cap, "sinks": None if sinks is None else sinks.detach().float()}
-        self._choose(prompt, query, fresh, key, softmax)
+        prompt.observe(query, fresh, self.budget)
+        lengths = [before + tokens] * batch if prompt.real is None else prompt.real.sum(1).tolist()
+        pins = self._pins(prompt, lengths, before + tokens)
+        prompt.choose(key, lengths, self.budget, pins, latent=self.latent, layer=self.index, softmax=softmax)
         if not self.chunked_prefill:
             self._settle()
         return out
-
-    def _fresh_tokens(self, mask: Tensor, tokens: int) -> Tensor:
-        """Which of the last ``tokens`` columns of a model's mask are not padding, boolean ``[B, T]``.
-
-        Raises:
-            RequestError: The mask is more than causal attention and padding, or hides tokens that are in the cache.
-        """
-        if mask.shape[1] != 1:
-            raise RequestError("a separate mask for each head is not supported by SnapStreamCache")
-        if mask.dtype != torch.bool:
-            allowed = mask == 0
-            if not bool((allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-                raise RequestError("a mask that adds to attention's logits is not supported by SnapStreamCache")
-            mask = allowed
-        last = mask[:, 0, -1].expand(len(self.base), -1)
-        fresh, past = last[:, -tokens:], last[:, :-tokens]
-        if past.shape[1] and not torch.equal((~past).sum(1), self.padding):
-            raise RequestError(
-                "the attention mask hides tokens that are already in the cache, such as the padding that generate() "
-                "appends to finished sequences; a cache of fixed size cannot remove them: continue each sequence "
-                "separately, or with a new cache"
-            )
-        self.padding.add_((~fresh).sum(1))
-        return fresh
 
     def _stage(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append new tokens to the cache's contents, oldest first, until attention has scored them."""
         self._given = None
         if self._prompt is None and self.empty:
-            self._prompt = _Prompt(key_states, value_states, [0] * key_states.shape[0])
+            self._prompt = WaitingPrompt(key_states, value_states, [0] * key_states.shape[0])
         else:
             prompt = self._oldest_first() if self._prompt is None else self._prompt
             prompt.keys = torch.cat((prompt.keys, key_states), 2)
@@ -358,7 +301,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         self.empty = False
         return self._prompt.keys, self._prompt.values
 
-    def _oldest_first(self) -> _Prompt:
+    def _oldest_first(self) -> WaitingPrompt:
         """The cache's contents as the start of a prompt, in the order the tokens were stored."""
         entry = torch.arange(self.budget.capacity, device=self.device).expand(len(self.base), -1)
         base, length = self.base[:, None], (self.limit - self.base).clamp(min=1)[:, None]
@@ -370,8 +313,8 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         positions = self._true_positions()
         positions = None if positions is None else positions.gather(2, order.expand(-1, positions.shape[1], -1))
         bases = [] if positions is None else self.base.tolist()
-        keys, values = (_take(each, order) for each in self._numbers())
-        return _Prompt(keys, values, valid.tolist(), positions, bases, real)
+        keys, values = (take(each, order) for each in self._numbers())
+        return WaitingPrompt(keys, values, valid.tolist(), positions, bases, real)
 
     def _true_positions(self) -> Tensor | None:
         """True position of each entry in use, int64 ``[B, N or 1, C]``; ``None`` if no tokens are pinned."""
@@ -386,51 +329,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         is_new = (entry >= base) & (stored >= count_then)
         return torch.where(is_new[:, None], (seen_then + stored - count_then)[:, None], self.positions)
 
-    @torch.no_grad()
-    def _choose(
-        self, prompt: _Prompt, query: Tensor, fresh: Tensor | None, key: Tensor, softmax: dict[str, Any]
-    ) -> None:
-        """Select the tokens that would be kept if the prompt ended here."""
-        budget, (batch, _, total, _) = self.budget, key.shape
-        keeps_all = budget.policy.queries == ALL
-        if prompt.tail is None:
-            prompt.tail = F.pad(query[:, :, :0], (0, 0, 0 if keeps_all else budget.window, 0))
-        queries = torch.cat((prompt.tail, query), 2)
-        if fresh is not None:  # move the real ones to the end, in order
-            flags = F.pad(fresh.int(), (prompt.tail.shape[2], 0), value=1)
-            queries = _take(queries, flags.sort(dim=1, stable=True).indices[:, None])
-        prompt.tail = queries if keeps_all else queries[:, :, -budget.window :]
-        real = prompt.real
-        lengths = [total] * batch if real is None else real.sum(1).tolist()
-        pins = self._pins(prompt, lengths, total)
-        ends = [0] * batch if pins is None else pins.ends
-        sizes = zip(lengths, prompt.first_voters, ends, strict=True)
-        layouts = [lay_out(length, budget, first, end) for length, first, end in sizes]
-        prompt.layout = layout = layout_tensors(layouts, key.device)
-        # Indices of the real tokens, in order.
-        order = None if real is None or bool(real.all()) else (~real).sort(dim=1, stable=True).indices[:, None]
-        if any(one.selects for one in layouts):
-            shown = LayerPrompt(
-                prompt.tail,
-                key if order is None else _take(key, order),
-                self._values_shown(prompt, order),
-                layout,
-                budget.sink,
-                layer=self.index,
-                pinned=None if pins is None else to_device(pins.levels, key.device, torch.int8),
-                pins_compete=pins is not None and pins.compete,
-                **softmax,
-            )
-            chosen = choose_entries(shown, budget, combine=_mean_of_heads if self.latent else None)
-            chosen = chosen[:, :1] if self.latent else chosen
-        else:
-            entry = torch.arange(budget.capacity, device=key.device)
-            chosen = torch.where(entry < layout.count[:, None], entry, -1)[:, None]
-        chosen = chosen.clamp(min=0)
-        prompt.positions = None if pins is None else to_device(pins.positions_of(chosen), key.device)
-        prompt.chosen = chosen if order is None else order.expand(-1, chosen.shape[1], -1).gather(2, chosen)
-
-    def _pins(self, prompt: _Prompt, lengths: Sequence[int], total: int) -> BatchPins | None:
+    def _pins(self, prompt: WaitingPrompt, lengths: Sequence[int], total: int) -> BatchPins | None:
         """The pinned tokens among the real ones of a prompt, in order; ``None`` if none are pinned."""
         if not any(budget.pin for budget in self._budgets):
             return None
@@ -438,12 +337,6 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         seen = (self.seen - self.padding).tolist()
         rows = [Row(*each) for each in zip(budgets, lengths, prompt.first_voters, bases, seen, strict=True)]
         return BatchPins.of(rows, prompt.entries, total)
-
-    def _values_shown(self, prompt: _Prompt, order: Tensor | None) -> Tensor | None:
-        """Values of the real tokens, in order, for a policy that needs them."""
-        if not self.budget.policy.needs_values:
-            return None
-        return prompt.values if order is None else _take(prompt.values, order)
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -455,7 +348,7 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         assert prompt.layout is not None
         if prompt.real is not None and not bool(prompt.real[:, -1].all()):
             raise RequestError("a prompt is padded on the right; use left padding (tokenizer.padding_side = 'left')")
-        kept = _take(prompt.keys, prompt.chosen), _take(prompt.values, prompt.chosen)
+        kept = take(prompt.keys, prompt.chosen), take(prompt.values, prompt.chosen)
         if self._coding is not None and self.frames is not None:
             # With the frame that they have, entries that are kept again keep their codes.
             few = [count < FEWEST_KEYS for count in prompt.first_voters]
@@ -565,13 +458,3 @@ class SnapStreamLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     prefetch = offload
-
-
-def _take(tensor: Tensor, entries: Tensor) -> Tensor:
-    """Gather entries ``[B, N or 1, E]`` of ``[B, N, L, D]``."""
-    return tensor.gather(2, entries[..., None].expand(-1, tensor.shape[1], -1, tensor.shape[-1]))
-
-
-def _mean_of_heads(votes: Tensor) -> Tensor:
-    """Average the votes of all heads, ``[B, N, L] -> [B, 1, L]``."""
-    return votes.mean(1, keepdim=True)

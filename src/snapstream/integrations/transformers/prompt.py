@@ -1,4 +1,4 @@
-"""Prompt attention on a CPU by this package's kernel, for causal attention with at most left padding."""
+"""Prompt attention on a CPU by this package's kernel, which takes no mask, and what a model's mask says instead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import snapstream.kernels.compression  # noqa: F401 (its kernels take votes and copies)
+from snapstream.errors import RequestError
 from snapstream.kernels import cpu as kernels
 
 SHORTEST = 128
@@ -101,3 +102,32 @@ def is_causal(mask: Tensor, real: Tensor) -> bool:
         if not bool(((rows == wanted) | ~real[:, start : start + MASK_ROWS, None]).all()):
             return False
     return True
+
+
+def fresh_tokens(mask: Tensor, tokens: int, padding: Tensor) -> Tensor:
+    """Which of the last ``tokens`` columns of a model's mask are not padding, boolean ``[B, T]``.
+
+    Args:
+        mask: Boolean, or additive, ``[B or 1, 1, T, >= T]``.
+        tokens: ``T``.
+        padding: Number of padding tokens among those before, int64 ``[B]``.
+
+    Raises:
+        RequestError: The mask is more than causal attention and padding, or hides tokens that are in the cache.
+    """
+    if mask.shape[1] != 1:
+        raise RequestError("a separate mask for each head is not supported by SnapStreamCache")
+    if mask.dtype != torch.bool:
+        allowed = mask == 0
+        if not bool((allowed | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+            raise RequestError("a mask that adds to attention's logits is not supported by SnapStreamCache")
+        mask = allowed
+    last = mask[:, 0, -1].expand(len(padding), -1)
+    fresh, past = last[:, -tokens:], last[:, :-tokens]
+    if past.shape[1] and not torch.equal((~past).sum(1), padding):
+        raise RequestError(
+            "the attention mask hides tokens that are already in the cache, such as the padding that generate() "
+            "appends to finished sequences; a cache of fixed size cannot remove them: continue each sequence "
+            "separately, or with a new cache"
+        )
+    return fresh
