@@ -112,8 +112,9 @@ def tables(records: list[Record]) -> list[str]:
     lines = [f"{task}: {weakness(results, task)}" for task in results.tasks if task not in tasks]
     for size in results.sizes:
 
-        def gap(ours: str, theirs: str, tasks: Sequence[str], size: str = size) -> str:
-            found = results.difference(ours, theirs, tasks, [size])
+        def gap(ours: str, theirs: str, tasks: Sequence[str], length: int | None = None, size: str = size) -> str:
+            of_length = results if length is None else Results(r for r in records if r.row == length)
+            found = of_length.difference(ours, theirs, tasks, [size])
             return "" if found is None else _in_points(found)
 
         table = [["task", "tokens", "questions", *results.labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
@@ -122,11 +123,43 @@ def tables(records: list[Record]) -> list[str]:
                 count = results.most(task, length, size)
                 shown = [_shown(results, task, length, label, size) for label in results.labels]
                 tokens = str(results.tokens(task, length))
-                table.append([task, tokens, str(count), *shown, gap(DEFAULT_POLICY, PAPER, [task])])
+                table.append([task, tokens, str(count), *shown, gap(DEFAULT_POLICY, PAPER, [task], length)])
         gaps = [gap(label, "full", tasks) for label in results.labels]
         table.append(["points relative to full", "", "", *gaps, gap(DEFAULT_POLICY, PAPER, tasks)])
         lines += ["", f"**{size} of the prompt**", "", *as_lines(table)]
     return lines
+
+
+def summary(records: Sequence[Record], labels: Sequence[str], sizes: Sequence[str]) -> list[str]:
+    """Rows of README's table, without the names of tasks: tokens, questions, the full cache, and all sizes of a policy.
+
+    Args:
+        records: Of one model.
+        labels: Policies, besides the full cache.
+        sizes: Sizes that share a cell.
+    """
+    results, rows = Results(records), []
+    for task in results.tasks:
+        for length in results.lengths_of(task):
+            full = results.cell(task, length, "full", "")
+            assert full is not None
+            cells = [f"{results.tokens(task, length):,}", str(full.samples), f"{100 * full.share:.0f}"]
+            for label in labels:
+                of_sizes = []
+                for size in sizes:
+                    cell = results.cell(task, length, label, size)
+                    text = "" if cell is None else f"{100 * cell.share:.0f}"
+                    of_sizes.append(f"**{text}**" if _is_below(results, task, length, label, size) else text)
+                cells.append(" / ".join(of_sizes))
+            rows.append(" | ".join(cells))
+    return rows
+
+
+def _is_below(results: Results, task: str, length: int, label: str, size: str) -> bool:
+    """Whether a cache is significantly below the full one in one row."""
+    pair = results.of(task, length, label, size) + results.of(task, length, "full", "")
+    found = Results(pair).difference(label, "full", [task], [size])
+    return found is not None and found[2] < 0
 
 
 def _shown(results: Results, task: str, length: int, label: str, size: str) -> str:
@@ -135,8 +168,7 @@ def _shown(results: Results, task: str, length: int, label: str, size: str) -> s
     if cell is None:
         return ""
     text = f"{cell}{mark(cell, results.most(task, length, size))}"
-    found = results.difference(label, "full", [task], [size])
-    return f"**{text}**" if found is not None and found[2] < 0 else text
+    return f"**{text}**" if _is_below(results, task, length, label, size) else text
 
 
 def _in_points(difference: tuple[float, float, float, int]) -> str:
