@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.real_results import pack, print_tables, write_packed
+from benchmarks.real_results import pack, render, write_packed
 from snapstream.evaluation.policies import ENGINE_POLICIES
 
 POLICIES = tuple(policy for policy in ENGINE_POLICIES if policy != "random")
@@ -102,6 +102,8 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}; allowed: {', '.join(PARTS)}")
     models = [path for path in sorted(known.models.glob("*.gguf")) if known.only in path.name]
+    if "--sweep" in rest:
+        parser.error("the tables have no swept settings; compare settings with snapstream eval --sweep")
     if not models:
         parser.error(f"no GGUF file in {known.models}")
     for name in chosen:
@@ -114,7 +116,7 @@ def main() -> None:
                 sys.exit(status)
     written = sorted(known.output.glob("*/*/results.jsonl"))
     packed = [line for path in written for line in pack(path)]
-    print_tables(packed)
+    print(render(packed))
     if packed:
         write_packed(packed, known.output / "scores.jsonl")
 

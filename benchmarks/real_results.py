@@ -46,8 +46,9 @@ def pack(path: Path) -> Iterator[dict[str, Any]]:
         chosen = [record for record in records if (record.task, record.row) == (task, row)]
         if any(record.settings for record in chosen):
             raise ValueError(f"{path} has results of swept settings; give results of policies and sizes")
-        # `truncated` sees a shorter prompt, and comes after the full cache: the first record describes a question.
-        questions = {_place(record): record for record in reversed(chosen)}
+        chosen.sort(key=lambda record: (record.policy, record.size))
+        # `truncated` sees a shorter prompt, so another cache has to describe the question: of several, the last one.
+        questions = {_place(record): record for record in sorted(chosen, key=lambda r: r.policy != "truncated")}
         order = {place: at for at, place in enumerate(sorted(questions))}
         scores: dict[str, list[float | None]] = {}
         for record in chosen:
@@ -83,18 +84,17 @@ def read_packed(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def print_tables(lines: Iterable[dict[str, Any]]) -> None:
-    """Print the tables of every model."""
+def render(lines: Iterable[dict[str, Any]]) -> str:
+    """The tables of every model, each below the name of its file."""
     models: dict[str, list[Record]] = {}
     for line in lines:
         models.setdefault(Path(line["header"]["model"]).stem, []).extend(unpack(line))
-    for name, records in models.items():
-        print("\n".join(["", f"## {name}", "", *tables(records)]))
+    return "\n".join(f"\n### {name}\n" + "\n".join(tables(records)) for name, records in models.items()).strip()
 
 
-def _place(record: Record) -> tuple[int, int, float]:
-    """What tells a question from the others of its task."""
-    return record.row, record.seed, -1.0 if record.depth is None else record.depth
+def _place(record: Record) -> tuple[int, float]:
+    """What tells a question from the others of its task and length."""
+    return record.seed, -1.0 if record.depth is None else record.depth
 
 
 def _short(score: float) -> float:
@@ -107,25 +107,21 @@ def tables(records: list[Record]) -> list[str]:
     The last column compares the default with the paper's rule. **Bold** cells are significantly below the full cache,
     bold differences significantly unlike 0. Tasks that the model cannot do with a full cache are only named.
     """
-    results = Results(records)
-    tasks = [task for task in results.tasks if not is_weak(results, task)]
-    lines = [f"{task}: {weakness(results, task)}" for task in results.tasks if task not in tasks]
-    for size in results.sizes:
-
-        def gap(ours: str, theirs: str, tasks: Sequence[str], length: int | None = None, size: str = size) -> str:
-            of_length = results if length is None else Results(r for r in records if r.row == length)
-            found = of_length.difference(ours, theirs, tasks, [size])
-            return "" if found is None else _in_points(found)
-
+    every = Results(records)
+    weak = [task for task in every.tasks if is_weak(every, task)]
+    lines = [f"{task}: {weakness(every, task)}" for task in weak]
+    for size in every.sizes:
+        at_size = {(record.task, record.row) for record in records if record.size == size and record.task not in weak}
+        results = Results(record for record in records if (record.task, record.row) in at_size)
         table = [["task", "tokens", "questions", *results.labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
-        for task in tasks:
+        for task in results.tasks:
             for length in results.lengths_of(task):
-                count = results.most(task, length, size)
                 shown = [_shown(results, task, length, label, size) for label in results.labels]
-                tokens = str(results.tokens(task, length))
-                table.append([task, tokens, str(count), *shown, gap(DEFAULT_POLICY, PAPER, [task], length)])
-        gaps = [gap(label, "full", tasks) for label in results.labels]
-        table.append(["points relative to full", "", "", *gaps, gap(DEFAULT_POLICY, PAPER, tasks)])
+                one = Results(record for record in records if (record.task, record.row) == (task, length))
+                named = [task, str(results.tokens(task, length)), str(results.most(task, length, size))]
+                table.append([*named, *shown, _gap(one, DEFAULT_POLICY, PAPER, size)])
+        gaps = [_gap(results, label, "full", size) for label in results.labels]
+        table.append(["points relative to full", "", "", *gaps, _gap(results, DEFAULT_POLICY, PAPER, size)])
         lines += ["", f"**{size} of the prompt**", "", *as_lines(table)]
     return lines
 
@@ -171,12 +167,17 @@ def _shown(results: Results, task: str, length: int, label: str, size: str) -> s
     return f"**{text}**" if _is_below(results, task, length, label, size) else text
 
 
-def _in_points(difference: tuple[float, float, float, int]) -> str:
-    """A difference in points with its interval, bold if the interval excludes 0."""
-    mean, low, high, _ = difference
+def _gap(results: Results, ours: str, theirs: str, size: str) -> str:
+    """A difference in points over all tasks, bold if its interval excludes 0; empty if one of the tasks is missing."""
+    if not all(results.cell(task, length, ours, size) for task in results.tasks for length in results.lengths_of(task)):
+        return ""
+    found = results.difference(ours, theirs, results.tasks, [size])
+    if found is None or ours == theirs:
+        return ""
+    mean, low, high, _ = found
     text = f"{100 * mean:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
     return f"**{text}**" if low > 0 or high < 0 else text
 
 
 if __name__ == "__main__":
-    print_tables(read_packed(Path(sys.argv[1])))
+    print(render(read_packed(Path(sys.argv[1]))))

@@ -130,8 +130,9 @@ def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
     if not votes[0]:  # nothing is chosen
         return pooled
     if policy.name == "spans":
-        long = naive_pool(votes[1], policy.span, shift=policy.shift)
-        short = naive_pool(votes[1], policy.span // 4 * 2 + 1, shift=policy.shift // 2)
+        shift = (policy.span + 1) // 4 if policy.shift is None else policy.shift
+        long = naive_pool(votes[1], policy.span, shift=shift)
+        short = naive_pool(votes[1], policy.span // 4 * 2 + 1, shift=shift // 2)
         keys = [votes[2]] if policy.key_turns else []
         return naive_in_turn([pooled, long, short, *keys], (1, 1, 1, policy.key_turns))
     if policy.name != "mixed":

@@ -124,7 +124,8 @@ def test_choices_equal_the_oracle(name, length, padding, heads, capacity, ring, 
     H, N = heads
     budget = replace(CacheBudget.preset(name, capacity), ring=ring)
     if seed % 2:  # more voters than recent tokens, or than the cache has entries
-        budget = replace(budget, span=63, shift=16, voters=64, key_turns=seed % 3)
+        span, shift = (63, 3, 1)[seed % 3], (None, 16, 0)[seed // 3 % 3]
+        budget = replace(budget, span=span, shift=shift, voters=64, key_turns=seed % 3)
     parts = layer(length, length + padding, seed, H=H, N=N)
     parts["keys"][:, :, length:] = float("nan")
     layout = lay_out(length, budget, min(first_voter, length - 1))
@@ -225,7 +226,7 @@ def test_budgets_written_for_earlier_versions_are_read():
     old = CacheBudget(4, 24, 20, **settings, ring="paper", selection="votes", seed=3)
     assert (old.ring, old.policy) == ("paper", make_policy("spans", settings))
     assert CacheBudget(4, 24, 20, window=8, selection="random", seed=3).policy == make_policy("random", {"seed": 3})
-    small = {"window": 1, "span": 15, "shift": 4, "voters": 16}
+    small = {"window": 1, "span": 15, "voters": 16}
     assert replace(CacheBudget.of(64), window=1).policy == make_policy("spans", small)
     assert replace(CacheBudget.preset("mixed", 64), window=1).policy == make_policy("mixed", {"window": 1})
     assert replace(CacheBudget.preset("snapstream", 64), window=1).policy == make_policy("snapstream", {"window": 1})

@@ -159,7 +159,7 @@ class CacheBudget:
         """Derive a budget of ``capacity`` entries for a named policy, with suitable settings.
 
         Args:
-            name: ``spans`` (the default: votes for tokens and for whole spans, and some keys), ``snapstream`` (the
+            name: ``spans`` (the default: votes for tokens and for spans, and some keys), ``snapstream`` (the
                 paper's rule: a window votes), ``sage-kv`` (only the last token votes), ``keydiff`` (keys that differ
                 from all others), ``local-keydiff`` (keys that differ from their neighbors), ``multiscale-keydiff``
                 (both; the default for contexts), ``mixed`` (votes and such keys), ``streaming`` (StreamingLLM: sinks

@@ -1,4 +1,4 @@
-"""``spans``, the default: the last words vote for tokens, a long question for whole spans, and some keys stand out."""
+"""``spans``, the default: the last words vote for tokens and for spans of text around them, and some keys stand out."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Spans(WindowVotes):
     docs/experiments.md describes the measurements.
 
     Attributes:
-        span: Odd width of the average of votes for long spans; short ones are half as wide.
-        shift: How many tokens past its votes the middle of a long span is; of a short one, half as many.
+        span: Odd width of the average of votes for long spans; short ones are about half as wide.
+        shift: How many tokens past its votes the middle of a long span is; of a short one, half as many. ``None``: a
+            quarter of the span.
         voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``.
         near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
         key_turns: A key is taken every so many turns; 0 for never.
@@ -48,7 +49,7 @@ class Spans(WindowVotes):
 
     window: int = 8
     span: int = 63
-    shift: int = 16
+    shift: int | None = None
     voters: int = 64
     near: int = NEAR
     key_turns: int = 3
@@ -62,8 +63,9 @@ class Spans(WindowVotes):
         super().__post_init__()
         require_kernel("span", self.span)
         require_near(self.near)
-        for name in ("shift", "key_turns"):
-            require_count(f"cache budget: {name}", getattr(self, name))
+        require_count("cache budget: key_turns", self.key_turns)
+        if self.shift is not None:
+            require_count("cache budget: shift", self.shift)
         require_voters("voters", self.voters)
 
     @classmethod
@@ -83,7 +85,7 @@ class Spans(WindowVotes):
         quarter = capacity // 4
         span, window = min(cls.span, quarter - 1 | 1), min(cls.window, quarter)
         voters = min(cls.voters, quarter, max(16, capacity // 8 - 16))
-        return cls(window=window, span=span, shift=min(cls.shift, (span + 1) // 4), voters=voters)
+        return cls(window=window, span=span, voters=voters)
 
     @property
     @override
@@ -98,7 +100,7 @@ class Spans(WindowVotes):
 
     @override
     def votes(self, prompt: LayerPrompt) -> Tensor:
-        """Votes for tokens and for spans, and key differences, ``[3, B, N, L]``; the last ones only if they count."""
+        """Votes for tokens, for spans of both lengths, and key differences, if they count: ``[3 or 2, B, N, L]``."""
         kinds = [
             *votes_and_largest_shares(
                 prompt.queries[:, :, -self.queries :],
@@ -118,7 +120,8 @@ class Spans(WindowVotes):
     @override
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
         tokens, spans, *keys = votes
-        long, short = (self.span, self.shift), (self.span // 2 | 1, self.shift // 2)
+        shift = (self.span + 1) // 4 if self.shift is None else self.shift
+        long, short = (self.span, shift), (self.span // 2 | 1, shift // 2)
         lists = [super().smooth(tokens, prompt), _moved_average(spans, *long), _moved_average(spans, *short), *keys]
         every = [1, 1, 1, self.key_turns][: len(lists)]
         return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k, every=every)

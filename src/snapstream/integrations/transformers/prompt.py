@@ -1,4 +1,4 @@
-"""Prompt attention on a CPU by this package's kernel, which takes no mask, and what a model's mask says instead."""
+"""Prompt attention on a CPU by this package's kernel, and which tokens a model's mask marks as padding."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class WaitingPrompt:
             key: Rotated keys of all tokens, ``[B, N, L, D]``; for MLA, expanded to all heads.
             lengths: Real tokens per sequence.
             budget: Budget of one sequence.
-            pins: Its pinned tokens, if there are any.
+            pins: Pinned tokens of all sequences; ``None`` if there are none.
             latent: Whether all heads keep the same tokens (MLA).
             layer: Index of the layer.
             softmax: How logits become weights: ``scale``, ``cap`` and ``sinks`` of :class:`LayerPrompt`.
