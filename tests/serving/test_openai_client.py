@@ -73,8 +73,8 @@ def test_completion(create, alone):
 
 
 def test_completion_stream(create, alone):
-    expected = alone(WORDS, max_tokens=20, ignore_eos=True)
-    events = create("text", prompt=WORDS, max_tokens=20, temperature=0, stream=True, extra_body=FOREVER)
+    expected = alone(WORDS, max_tokens=60, ignore_eos=True)
+    events = create("text", prompt=WORDS, max_tokens=60, temperature=0, stream=True, extra_body=FOREVER)
     assert "".join(event.choices[0].text for event in events) == expected.text
     assert [event.choices[0].finish_reason for event in events][-1] == "length"
     assert len(events) > 3
@@ -147,11 +147,11 @@ def test_sampling_parameters_reach_the_engine(create, alone):
     }
     ours = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "ignore_eos": True}
     bias = {5: 3.0, 7: -100}
-    params = same | ours | {"max_tokens": 25, "logit_bias": bias}
+    params = same | ours | {"max_tokens": 60, "logit_bias": bias}
     expected = [alone(WORDS, **params, seed=seed).text for seed in (3, 4, 5)]
     assert len(set(expected)) == 3
     named = {str(token): value for token, value in bias.items()}
-    reply = create("text", prompt=WORDS, max_tokens=25, seed=3, n=3, logit_bias=named, **same, extra_body=ours)
+    reply = create("text", prompt=WORDS, max_tokens=60, seed=3, n=3, logit_bias=named, **same, extra_body=ours)
     assert [choice.text for choice in reply.choices] == expected
     for name, value in (params | {"seed": 9}).items():  # each of them matters, so each must have arrived
         if name in ("ignore_eos", "max_tokens"):
