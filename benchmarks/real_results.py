@@ -10,21 +10,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from snapstream.config import DEFAULT_POLICY
-from snapstream.evaluation.markdown import as_lines, is_weak, mark, weakness
+from snapstream.evaluation.markdown import as_gap, as_lines, is_weak, mark, weakness
 from snapstream.evaluation.records import Record, read_records
-from snapstream.evaluation.tables import Results
+from snapstream.evaluation.tables import Cell, Results
 
 PAPER = "snapstream"
 _QUESTION = ("length", "seed", "depth", "prompt_tokens", "text", "question")
 """Fields of a record that all caches share."""
 _LEFT_OUT: dict[str, Any] = {
-    **{"settings": {}, "entries": None, "budget": None, "prompt_sha256": "", "output": "", "answer": ""},
-    **{"found": [], "equal": False, "output_tokens": 0, "finish_reason": ""},
+    "settings": {},
+    "entries": None,
+    "budget": None,
+    "prompt_sha256": "",
+    "output": "",
+    "answer": "",
+    "found": [],
+    "equal": False,
+    "output_tokens": 0,
+    "finish_reason": "",
 }
 
 
@@ -46,9 +54,9 @@ def pack(path: Path) -> Iterator[dict[str, Any]]:
         chosen = [record for record in records if (record.task, record.row) == (task, row)]
         if any(record.settings for record in chosen):
             raise ValueError(f"{path} has results of swept settings; give results of policies and sizes")
-        chosen.sort(key=lambda record: (record.policy, record.size))
-        # `truncated` sees a shorter prompt, so another cache has to describe the question: of several, the last one.
-        questions = {_place(record): record for record in sorted(chosen, key=lambda r: r.policy != "truncated")}
+        # The last cache describes a question; `truncated` comes first, because it sees a shorter prompt.
+        chosen.sort(key=lambda record: (record.policy != "truncated", record.policy, record.size))
+        questions = {_place(record): record for record in chosen}
         order = {place: at for at, place in enumerate(sorted(questions))}
         scores: dict[str, list[float | None]] = {}
         for record in chosen:
@@ -64,14 +72,7 @@ def unpack(line: dict[str, Any]) -> Iterator[Record]:
         policy, _, size = cache.partition(" ")
         for question, score in zip(line["questions"], scores, strict=True):
             if score is not None:
-                yield Record(
-                    task=line["task"],
-                    policy=policy,
-                    size=size,
-                    score=score,
-                    **question,
-                    **_LEFT_OUT,
-                )
+                yield Record(task=line["task"], policy=policy, size=size, score=score, **question, **_LEFT_OUT)
 
 
 def write_packed(lines: Iterable[dict[str, Any]], to: Path) -> None:
@@ -139,44 +140,36 @@ def summary(records: Sequence[Record], labels: Sequence[str], sizes: Sequence[st
         for length in results.lengths_of(task):
             full = results.cell(task, length, "full", "")
             assert full is not None
-            cells = [f"{results.tokens(task, length):,}", str(full.samples), f"{100 * full.share:.0f}"]
+            cells = [f"{results.tokens(task, length):,}", str(full.samples), _percent(full)]
             for label in labels:
-                of_sizes = []
-                for size in sizes:
-                    cell = results.cell(task, length, label, size)
-                    text = "" if cell is None else f"{100 * cell.share:.0f}"
-                    of_sizes.append(f"**{text}**" if _is_below(results, task, length, label, size) else text)
-                cells.append(" / ".join(of_sizes))
+                cells.append(" / ".join(_shown(results, task, length, label, size, _percent) for size in sizes))
             rows.append(" | ".join(cells))
     return rows
 
 
-def _is_below(results: Results, task: str, length: int, label: str, size: str) -> bool:
-    """Whether a cache is significantly below the full one in one row."""
-    pair = results.of(task, length, label, size) + results.of(task, length, "full", "")
-    found = Results(pair).difference(label, "full", [task], [size])
-    return found is not None and found[2] < 0
+def _percent(cell: Cell) -> str:
+    return f"{100 * cell.share:.0f}"
 
 
-def _shown(results: Results, task: str, length: int, label: str, size: str) -> str:
-    """Percent with its interval, bold if it is significantly below the full cache's."""
+def _shown(results: Results, task: str, length: int, label: str, size: str, write: Callable[[Cell], str] = str) -> str:
+    """A cell, bold if it is significantly below the full cache's."""
     cell = results.cell(task, length, label, size)
     if cell is None:
         return ""
-    text = f"{cell}{mark(cell, results.most(task, length, size))}"
-    return f"**{text}**" if _is_below(results, task, length, label, size) else text
+    text = f"{write(cell)}{mark(cell, results.most(task, length, size))}"
+    pair = results.of(task, length, label, size) + results.of(task, length, "full", "")
+    found = Results(pair).difference(label, "full", [task], [size])
+    return f"**{text}**" if found is not None and found[2] < 0 else text
 
 
 def _gap(results: Results, ours: str, theirs: str, size: str) -> str:
     """A difference in points over all tasks, bold if its interval excludes 0; empty if one of the tasks is missing."""
-    if not all(results.cell(task, length, ours, size) for task in results.tasks for length in results.lengths_of(task)):
+    cells = (results.cell(task, length, ours, size) for task in results.tasks for length in results.lengths_of(task))
+    found = results.difference(ours, theirs, results.tasks, [size]) if ours != theirs and all(cells) else None
+    if found is None:
         return ""
-    found = results.difference(ours, theirs, results.tasks, [size])
-    if found is None or ours == theirs:
-        return ""
-    mean, low, high, _ = found
-    text = f"{100 * mean:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
-    return f"**{text}**" if low > 0 or high < 0 else text
+    text = as_gap(found, digits=0)
+    return f"**{text}**" if found[1] > 0 or found[2] < 0 else text
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from snapstream.config import LayerPrompt
 from snapstream.config import policy as policies
 from snapstream.config.policy import ALL, Policy
 from snapstream.evaluation.hosts import Prompts
-from snapstream.evaluation.markdown import as_lines
+from snapstream.evaluation.markdown import as_gap, as_lines
 from snapstream.evaluation.policies import Variant
 from snapstream.evaluation.questions.plan import QuestionPlan
 from snapstream.evaluation.questions.scores import score
@@ -311,8 +311,8 @@ def main() -> None:
             cell, gap = f"{100 * sum(scores) / count:.0f} ({100 * low:.0f}-{100 * high:.0f})", ""
             if name.endswith("unequal"):
                 equal = names[name.replace("unequal", "equal").replace(" over all layers", "")]
-                middle, low, high = paired_difference([a - b for a, b in zip(scores, equal, strict=True)])
-                gap = f"{100 * middle:+.0f} ({100 * low:+.0f} to {100 * high:+.0f})"
+                difference = paired_difference([a - b for a, b in zip(scores, equal, strict=True)])
+                gap = as_gap((*difference, count), digits=0)
             table.append([name, cell, gap])
         print("\n".join(["", f"### {task}, {count} questions, {arguments.share}", "", *as_lines(table)]))
 

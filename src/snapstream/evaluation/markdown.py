@@ -178,10 +178,10 @@ def not_told_apart(results: Results) -> list[str]:
     return lines
 
 
-def as_gap(difference: tuple[float, float, float, int]) -> str:
+def as_gap(difference: tuple[float, float, float, int], digits: int = 1) -> str:
     """A difference in percentage points, with its interval; see :meth:`Results.difference`."""
-    mean, low, high, _ = difference
-    return f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    mean, low, high = (f"{100 * share:+.{digits}f}" for share in difference[:3])
+    return f"{mean} ({low} to {high})"
 
 
 def swept_rows(results: Results) -> list[list[str]]:
