@@ -166,6 +166,23 @@ def test_a_restart_knows_what_there_was(tmp_path, lists_files):
     assert second.take("5") is None
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_slow_disk_does_not_change_when_a_sequence_was_used(tmp_path, closes):
+    class SlowFiles(Files):
+        def save(self, sequence, path, *, note=""):
+            time.sleep(0.03 if path.name.startswith("1.") else 0)
+            super().save(sequence, path, note=note)
+
+    first = SequenceStore(10 * EACH, directory(tmp_path, SlowFiles()))
+    stored = [first.put(str(number), sequence(3, number), {}) for number in range(3)]
+    for each in () if closes else stored:
+        first.save(each)
+        time.sleep(0.001)
+    first.close()
+    second = SequenceStore(10 * EACH, directory(tmp_path))
+    assert [each.key for each in sorted(second.all(), key=lambda each: each.used)] == list("012")
+
+
 def test_the_disk_is_bounded_by_what_is_used(tmp_path):
     size = 0
     for count in range(1, 9):

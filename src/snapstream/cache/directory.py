@@ -47,7 +47,7 @@ class Found:
         tokens: Tokens of its sequence.
         entries: Entries per KV head of the layers with a budget.
         nbytes: Bytes it takes in memory; of older files, their size.
-        idle: For how many seconds it was not used.
+        used: When it was last used, in seconds since the epoch.
     """
 
     key: str
@@ -55,7 +55,7 @@ class Found:
     tokens: int
     entries: int
     nbytes: int
-    idle: float
+    used: float
 
 
 class SequenceDirectory:
@@ -113,14 +113,14 @@ class SequenceDirectory:
                 int(described["tokens"]),
                 int(described["layouts"][0]["count"]),
                 int(about.pop("nbytes", state.st_size)),
-                time.time() - state.st_mtime,
+                state.st_mtime,
             )
         except FileNotFoundError:
             return None
         except (CacheFileError, LookupError, TypeError, ValueError, OSError) as error:
             logger.warning("%s is ignored as a %s: %s", path, self._kind, error)
             return None
-        return found if found.idle <= self.seconds else None
+        return found if time.time() - found.used <= self.seconds else None
 
     def read(self, key: str) -> CompressedSequence:
         """Load a sequence; its file stays.
@@ -130,8 +130,15 @@ class SequenceDirectory:
         """
         return self._files.load(self.path_of(key))
 
-    def write(self, key: str, sequence: CompressedSequence, about: Mapping[str, Any], idle: float = 0.0) -> bool:
-        """Write a sequence that was last used ``idle`` seconds ago; returns whether that worked, and logs why not."""
+    def write(self, key: str, sequence: CompressedSequence, about: Mapping[str, Any], used: float) -> bool:
+        """Write a sequence; returns whether that worked, and logs why not.
+
+        Args:
+            key: Its key.
+            sequence: The sequence.
+            about: What its note says.
+            used: When it was last used, in seconds since the epoch.
+        """
         if sequence.nbytes > self.max_bytes:
             logger.warning(
                 "a %s of %d bytes is not written: the limit for files is %d",
@@ -145,13 +152,13 @@ class SequenceDirectory:
         except CacheFileError as error:
             logger.warning("a %s is not written: %s", self._kind, error)
             return False
-        self.touch(key, idle)
+        self.touch(key, used)
         return True
 
-    def touch(self, key: str, idle: float = 0.0) -> None:
-        """Store for how many seconds a sequence was not used."""
+    def touch(self, key: str, used: float) -> None:
+        """Store when a sequence was last used, in seconds since the epoch."""
         with contextlib.suppress(OSError):
-            os.utime(self.path_of(key), (time.time() - idle,) * 2)
+            os.utime(self.path_of(key), (used, used))
 
     def delete(self, key: str) -> bool:
         """Delete a file; returns whether it existed. If the disk fails, the log says so."""
@@ -163,11 +170,11 @@ class SequenceDirectory:
             logger.warning("the file of a %s cannot be deleted now: %s", self._kind, error)
         return True
 
-    def sweep(self, idle: Mapping[str, float], newest: str | None = None) -> list[str]:
+    def sweep(self, used: Mapping[str, float], newest: str | None = None) -> list[str]:
         """Delete expired files, and the least recently used ones until the rest fits.
 
         Args:
-            idle: For how many seconds known sequences were not used, by key; for others, their files tell.
+            used: When known sequences were last used, in seconds since the epoch, by key; for others, their files tell.
             newest: A file that stays in any case.
 
         Returns:
@@ -180,9 +187,11 @@ class SequenceDirectory:
                 OSError
             ):  # deleted by another process, or the disk fails; the next one tries again
                 state = path.stat()
-                files.append((idle.get(key, time.time() - state.st_mtime), state.st_size, key))
-        gone = [key for unused, _, key in files if unused > self.seconds and key != newest]
-        mine = sorted(one for one in files if one[2] not in gone and (one[2] in idle or self._is_ours(one[2])))
+                files.append((used.get(key, state.st_mtime), state.st_size, key))
+        oldest = time.time() - self.seconds
+        gone = [key for last, _, key in files if last < oldest and key != newest]
+        mine = [one for one in files if one[2] not in gone and (one[2] in used or self._is_ours(one[2]))]
+        mine.sort(reverse=True)
         total = sum(size for _, size, _ in mine)
         while total > self.max_bytes and mine and mine[-1][2] != newest:
             _, size, key = mine.pop()

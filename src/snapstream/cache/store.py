@@ -113,8 +113,9 @@ class SequenceStore:
         if directory is not None:
             self._writer = ThreadPoolExecutor(1, "sequence-store")
             self._sweep_files()
+            epoch = self._epoch()
             for found in directory.scan() if lists_files else ():
-                self._known[found.key] = self._of_file(found)
+                self._known[found.key] = self._of_file(found, epoch)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -282,19 +283,24 @@ class SequenceStore:
         on_disk = self.directory is not None and self.directory.delete(key)
         return stored is not None or on_disk
 
-    def save(self, stored: Stored) -> None:
+    def save(self, stored: Stored, epoch: float | None = None) -> None:
         """Write a sequence to the directory now, and delete files that no longer fit. Waits for the disk.
 
         If it cannot be written, it stays in memory only, and the log says why.
+
+        Args:
+            stored: The sequence.
+            epoch: One reading of both clocks for several files, so that their order stays; ``None`` to read them now.
         """
         directory = self.directory
         if directory is None:
             return
+        epoch = self._epoch() if epoch is None else epoch
         with self._writing:  # one after the other, so that an older sequence never takes the place of a newer one
             sequence = stored.sequence
             if sequence is None or stored.on_disk or self._known.get(stored.key) is not stored:
                 return
-            written = directory.write(stored.key, sequence, stored.about, self._clock() - stored.used)
+            written = directory.write(stored.key, sequence, stored.about, stored.used + epoch)
             with self._lock:
                 stored.on_disk = written
                 if written and self._known.get(stored.key) is not stored:  # deleted or replaced meanwhile
@@ -328,13 +334,13 @@ class SequenceStore:
             return
         self._writer = None  # a store that was closed drops what it evicts
         writer.shutdown(wait=True)
-        room = directory.max_bytes
+        room, epoch = directory.max_bytes, self._epoch()
         for stored in sorted(self.all(), key=lambda each: each.used, reverse=True):
             if stored.on_disk:
-                directory.touch(stored.key, self._clock() - stored.used)
+                directory.touch(stored.key, stored.used + epoch)
             elif stored.nbytes <= room:
                 try:
-                    self.save(stored)
+                    self.save(stored, epoch)
                 except Exception:  # for example, too little memory; others may be smaller
                     logger.exception("a stored sequence is lost")
             room -= stored.nbytes
@@ -344,8 +350,12 @@ class SequenceStore:
     def _is_expired(self, stored: Stored) -> bool:
         return not stored.users and self._clock() - stored.used > self.seconds
 
-    def _of_file(self, found: Found) -> Stored:
-        used = self._clock() - found.idle
+    def _epoch(self) -> float:
+        """Seconds from the epoch to the zero of the store's clock; files have the time of day."""
+        return time.time() - self._clock()
+
+    def _of_file(self, found: Found, epoch: float) -> Stored:
+        used = found.used - epoch
         return Stored(found.key, found.about, found.tokens, found.entries, found.nbytes, on_disk=True, used=used)
 
     def _find(self, key: str) -> Stored | None:
@@ -357,7 +367,7 @@ class SequenceStore:
         with self._lock:
             stored = self.get(key)
             if stored is None:
-                stored = self._known[key] = self._of_file(found)
+                stored = self._known[key] = self._of_file(found, self._epoch())
             return stored
 
     def _load(self, stored: Stored) -> CompressedSequence:
@@ -435,9 +445,9 @@ class SequenceStore:
         if self.directory is None:
             return
         with self._lock:
-            # Those in use are as good as new.
-            idle = {each.key: 0.0 if each.users else self._clock() - each.used for each in self._known.values()}
-        gone = self.directory.sweep(idle, newest)
+            epoch = self._epoch()  # those in use are as good as new
+            used = {each.key: math.inf if each.users else each.used + epoch for each in self._known.values()}
+        gone = self.directory.sweep(used, newest)
         with self._lock:
             for key in gone:
                 stored = self._known.get(key)
