@@ -522,6 +522,20 @@ def test_questions_of_one_text_follow_each_other(tmp_path):
     assert later[0].sample.second == "0?"
 
 
+@pytest.mark.parametrize("texts", [1, 5])
+def test_halves_have_each_question_once(tmp_path, texts):
+    lines = [
+        {"text": f"text {n} " * 400, "questions": [{"question": f"{m}?", "answers": "x"} for m in range(3)]}
+        for n in range(texts)
+    ]
+    path = write(tmp_path / "mine.jsonl", *lines)
+    asked = [{job.seed for group in plan_of(path, "1/4", half=half) for job in group} for half in ("even", "odd")]
+    assert asked == ([{0, 2}, {1}] if texts == 1 else [{0, 1, 2, 6, 7, 8, 12, 13, 14}, {3, 4, 5, 9, 10, 11}])
+    one = write(tmp_path / "one.jsonl", {"text": "text " * 400, "question": "a?", "answers": "x"})
+    with pytest.raises(ConfigurationError, match="left to ask; left out of one: its odd half has no question"):
+        plan_of(one, "1/4", half="odd")
+
+
 def test_what_is_left_out_is_said(tmp_path):
     path = write(
         tmp_path / "mine.jsonl",

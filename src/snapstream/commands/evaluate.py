@@ -129,7 +129,8 @@ def evaluate(
         str | None,
         typer.Option(
             help="Only questions about texts with even, or with odd numbers, so that settings can be chosen on one "
-            "half of a file and judged on the other. (Generated tasks have --seed for that.)",
+            "half of a file and judged on the other. If all questions share a text, their numbers count. (Generated "
+            "tasks have --seed for that.)",
             rich_help_panel=LAB,
         ),
     ] = None,

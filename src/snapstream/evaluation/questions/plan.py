@@ -23,7 +23,8 @@ PLACES = ("with", "after")
 """Where a question stands: at the end of the prompt, so that the cache is compressed with it in view; or after a text
 that was compressed before anyone had asked."""
 HALVES = ("even", "odd")
-"""Halves of a file, by the number of a text in it: settings can be chosen on one half, and reported on the other."""
+"""Halves of a file, by the number of a text in it, or of a question about its only text: settings can be chosen on one
+half, and reported on the other."""
 TOGETHER = 4
 """Texts with one question each whose jobs are passed to a host together, so that its slots stay busy."""
 ASKED_ROOM = 8
@@ -77,7 +78,7 @@ class QuestionPlan:
             variants: Caches to compare.
             prompts: Tokenizes questions for the model.
             samples: Maximum number of questions per file, spread over its texts; ``None`` for all.
-            half: Which half of the texts is asked about: one of :data:`HALVES`; ``None`` for all.
+            half: Which half of each file is asked: one of :data:`HALVES`; ``None`` for all.
             places: Where questions stand: some of :data:`PLACES`.
             longest: Longest sequence of the model; questions about longer texts are left out.
             code: Whether answers that are code may be run; otherwise they are left out.
@@ -128,8 +129,10 @@ class QuestionPlan:
         left = Counter(dict(file.left_out))
         skipped: Counter[str] = Counter()
         group: list[Job] = []
-        chosen = groupby(_spread(file.texts, samples, half), lambda asked: asked.text)
-        for about, (index, listed) in enumerate(chosen):
+        chosen = _spread(file.texts, samples, half)
+        if not chosen:
+            self.notes.append(f"left out of {name}: its {half} half has no question")
+        for about, (index, listed) in enumerate(groupby(chosen, lambda asked: asked.text)):
             text, questions = file.texts[index], list(listed)
             for asked in questions:
                 question = asked.question
@@ -213,7 +216,7 @@ def _spread(texts: Sequence[Text], samples: int | None, half: str | None) -> lis
     number = 0
     for index, text in enumerate(texts):
         for place, question in enumerate(text.questions):
-            if half is None or index % 2 == HALVES.index(half):
+            if half is None or (index if len(texts) > 1 else number) % 2 == HALVES.index(half):
                 every.append((place, Asked(index, number, question)))
             number += 1
     every.sort(key=lambda one: (one[0], one[1].number))
