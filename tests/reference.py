@@ -134,7 +134,8 @@ def naive_smooth(votes: list[dict[int, float]], budget) -> dict[int, float]:
         long = naive_pool(votes[1], policy.span, shift=shift)
         short = naive_pool(votes[1], policy.span // 4 * 2 + 1, shift=shift // 2)
         keys = [votes[2]] if policy.key_turns else []
-        return naive_in_turn([pooled, long, short, *keys], (1, 1, 1, policy.key_turns))
+        keeps_half = 2 * (budget.top_k - naive_given_later(budget)) >= len(votes[0])
+        return naive_in_turn([pooled, long, short, *keys], (1, 1, 1, 1 if keeps_half else policy.key_turns))
     if policy.name != "mixed":
         return pooled
     return naive_in_turn([pooled, naive_pool(votes[1], policy.key_kernel), votes[1]])

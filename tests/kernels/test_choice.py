@@ -14,6 +14,7 @@ from tests.kernels.threads import on_threads
 
 pytestmark = pytest.mark.skipif(not kernels.library.available(), reason="no kernels, and no C++ compiler")
 
+ONE = torch.ones(1, 1, dtype=torch.int64)
 LENGTHS = st.integers(1, 300) | st.sampled_from((511, 512, 513, 3000))
 
 
@@ -77,7 +78,7 @@ def test_places_are_the_same_with_ties(length, lists, sink, most, levels, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     scores = [scores_of(generator, levels, 2, 3, length) for _ in range(lists)]
     ends = torch.tensor([data.draw(st.integers(0, length)) for _ in range(2)])
-    every = [data.draw(st.integers(1, 3)) for _ in scores]
+    every = torch.tensor([[data.draw(st.integers(1, 3)) for _ in ends] for _ in scores])
     got = on_threads(lambda: choice.take_in_turn(scores, every, ends, sink, most))
     assert torch.equal(got, ranks.plain_taken_in_turn(scores, every, ends, sink, most))
 
@@ -129,7 +130,7 @@ def test_padding_changes_nothing(near):
     long, short = (choice.key_differences(each, ends, 4, near, keys.SHORTEST) for each in (rows, rows[:, :, :1500]))
     assert torch.equal(long[..., :1500], short)
     assert not long[..., 1500:].any()
-    long, short = (choice.take_in_turn([each, 1 - each], [1, 1], ends, 4, 300) for each in (long, short))
+    long, short = (choice.take_in_turn([each, 1 - each], ONE.expand(2, 1), ends, 4, 300) for each in (long, short))
     assert torch.equal(long[..., :1500], short)
 
 
@@ -155,9 +156,9 @@ def test_operations_choose_the_kernels(monkeypatch):
         ("key_differences", (torch.zeros(1, 1, 5, 40), torch.tensor([5]), 0, 0, 1e-12), "multiple of 32"),
         ("key_differences", (torch.zeros(1, 1, 5, 64).half(), torch.tensor([5]), 0, 0, 1e-12), "float16"),
         ("key_differences", (torch.zeros(1, 1, 5, 64), torch.tensor([5, 5]), 0, 0, 1e-12), "lengths"),
-        ("take_in_turn", ([torch.zeros(1, 1, 5), torch.zeros(1, 1, 6)], [1, 1], torch.tensor([5]), 0, 3), "float32"),
-        ("take_in_turn", ([torch.zeros(1, 1, 5)], [1], torch.tensor([5]).int(), 0, 3), "int64"),
-        ("take_in_turn", ([torch.zeros(1, 1, 5)], [1, 2], torch.tensor([5]), 0, 3), "rounds"),
+        ("take_in_turn", ([torch.zeros(1, 1, 5), torch.zeros(1, 1, 6)], ONE, torch.tensor([5]), 0, 3), "float32"),
+        ("take_in_turn", ([torch.zeros(1, 1, 5)], ONE, torch.tensor([5]).int(), 0, 3), "int64"),
+        ("take_in_turn", ([torch.zeros(1, 1, 5)] * 2, ONE, torch.tensor([5]), 0, 3), "rounds"),
         ("select_entries", (torch.zeros(1, 1, 5).double(), *[torch.tensor([5])] * 3, 0, 3, 4), "float32"),
     ],
 )

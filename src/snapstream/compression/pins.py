@@ -101,6 +101,6 @@ def prefer_pinned(
     if not compete:
         return scores.masked_fill(is_pinned, limits.max)
     own = torch.where(levels == WHOLE, limits.max, scores.clamp(min=limits.tiny)).masked_fill(~is_pinned, 0.0)
-    rounds: Tensor = taken_in_turn([own], [1], layout.length, sink, most)
+    rounds: Tensor = taken_in_turn([own], torch.ones_like(layout.length)[None], layout.length, sink, most)
     is_preferred = is_pinned & (rounds > 1.0 / (1.0 + most))
     return scores.masked_fill(is_preferred, limits.max)

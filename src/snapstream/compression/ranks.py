@@ -13,7 +13,7 @@ from snapstream.operators import Operator
 
 
 def take_in_turn(
-    lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, most: int, every: Sequence[int] = ()
+    lists: Sequence[Tensor], layout: LayoutTensors, *, sink: int, most: int, every: Tensor | None = None
 ) -> Tensor:
     """Merge score lists in rounds: the best token of every list, then the second-best of every list, and so on.
 
@@ -25,24 +25,27 @@ def take_in_turn(
         layout: Layout of each sequence. Only candidates are ranked, so padding has no effect.
         sink: Sinks (``S``).
         most: Maximum number of tokens taken (``K``); all rounds from there on are equal.
-        every: For each list, 1 if it offers a token in every round, 2 in every other round, and so on; by default 1.
+        every: For each list and sequence, 1 if it offers a token in every round, 2 in every other round, and so on;
+            int64 ``[len(lists), B]``, by default 1.
 
     Returns:
         float32 ``[B, N, L]``, ``1 / (1 + round)``: above 0, at most 1; 0 for tokens that are not candidates.
     """
-    return taken_in_turn(list(lists), list(every or [1] * len(lists)), layout.candidate_end, sink, most)
+    if every is None:
+        every = torch.ones_like(layout.candidate_end).expand(len(lists), -1)
+    return taken_in_turn(list(lists), every, layout.candidate_end, sink, most)
 
 
-def plain_taken_in_turn(lists: list[Tensor], every: list[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def plain_taken_in_turn(lists: list[Tensor], every: Tensor, candidate_end: Tensor, sink: int, most: int) -> Tensor:
     """Plain-torch :func:`take_in_turn`; ``candidate_end`` comes from the layouts."""
     is_none = ~candidate_mask(lists[0], candidate_end, sink)
     best = torch.full_like(lists[0], most)
     for scores, rounds in zip(lists, every, strict=True):
-        torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0), most) * rounds, out=best)
+        torch.minimum(best, _ranks(scores.masked_fill(is_none, -1.0), most) * rounds.view(-1, 1, 1), out=best)
     return (1.0 / (1.0 + best)).masked_fill(is_none, 0.0)
 
 
-def _taken_in_turn_shape(lists: list[Tensor], every: list[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def _taken_in_turn_shape(lists: list[Tensor], every: Tensor, candidate_end: Tensor, sink: int, most: int) -> Tensor:
     return torch.empty_like(lists[0])
 
 

@@ -30,7 +30,8 @@ class Spans(WindowVotes):
     over a wide span keep it whole, but leave room for few places; averages over half of that keep more places. A span
     reaches further past its votes than before them, as an answer usually follows the name that the question repeats.
     Votes know nothing about later questions, so a tenth of the entries goes to tokens whose keys differ from their
-    neighbors'.
+    neighbors'. Where at least half of the candidates are kept, votes hardly tell the last ones kept from those evicted,
+    and keys have a quarter of the turns.
 
     For spans, the window is longer, and a token's vote is the largest share of attention that any of its queries pays
     to it. A sum would be diluted by all the queries that ask for nothing: words of the template, or of a long question.
@@ -42,7 +43,7 @@ class Spans(WindowVotes):
             quarter of the span.
         voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``.
         near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
-        key_turns: A key is taken every so many turns; 0 for never.
+        key_turns: A key is taken every so many turns, or every turn where half of the candidates are kept; 0 for never.
     """
 
     name: ClassVar[str] = "spans"
@@ -123,8 +124,12 @@ class Spans(WindowVotes):
         shift = (self.span + 1) // 4 if self.shift is None else self.shift
         long, short = (self.span, shift), (self.span // 2 | 1, shift // 2)
         lists = [super().smooth(tokens, prompt), _moved_average(spans, *long), _moved_average(spans, *short), *keys]
-        every = [1, 1, 1, self.key_turns][: len(lists)]
-        return take_in_turn(lists, prompt.layout, sink=prompt.sink, most=prompt.top_k, every=every)
+        layout = prompt.layout
+        every = [torch.ones_like(layout.base)] * 3
+        if keys:
+            keeps_half = 2 * (layout.base - prompt.sink) >= layout.candidate_end - prompt.sink
+            every.append(torch.where(keeps_half, 1, self.key_turns))
+        return take_in_turn(lists, layout, sink=prompt.sink, most=prompt.top_k, every=torch.stack(every))
 
 
 def _moved_average(votes: Tensor, width: int, shift: int) -> Tensor:

@@ -85,9 +85,10 @@ void take_in_turn(const Lists& a, int64_t row, Order& order, float* best) {
   std::fill(best + from, best + end, static_cast<float>(a.most));
   for (int64_t list = 0; list < a.lists; ++list) {
     order.sort(a.scores[list] + row * a.length, from, end);
+    const int64_t every = a.every[list * a.sequences + row / a.heads];
     for (int64_t place = 0; place < std::min(a.most, end - from); ++place) {
       float& mine = best[order[place]];
-      mine = std::min(mine, static_cast<float>(place * a.every[list]));
+      mine = std::min(mine, static_cast<float>(place * every));
     }
   }
   float* out = a.out + row * a.length;

@@ -56,7 +56,7 @@ def smooth(votes: Tensor, largest: bool, kernel: int) -> Tensor:
     return out
 
 
-def take_in_turn(lists: Sequence[Tensor], every: Sequence[int], candidate_end: Tensor, sink: int, most: int) -> Tensor:
+def take_in_turn(lists: Sequence[Tensor], every: Tensor, candidate_end: Tensor, sink: int, most: int) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.ranks.take_in_turn`, with the same results.
 
     Raises:
@@ -69,14 +69,14 @@ def take_in_turn(lists: Sequence[Tensor], every: Sequence[int], candidate_end: T
     )
     require(len(every) == len(lists), "every list needs its rounds")
     check_types(*lists)
-    ends = check_lengths(B, candidate_end)[0]
+    ends, *_ = check_lengths(B, candidate_end, *every)
+    every = every.contiguous()
     scores = [each.contiguous() for each in lists]
     out = torch.zeros_like(scores[0])
     pointers = (ctypes.c_void_p * len(scores))(*(each.data_ptr() for each in scores))
-    rounds = (ctypes.c_int64 * len(scores))(*every)
     sizes = {"lists": len(scores), "sequences": B, "heads": N, "length": L, "sink": sink, "most": most}
-    addresses = (ctypes.addressof(pointers), ctypes.addressof(rounds))
-    arguments = STRUCTURES["Lists"](*addresses, ends.data_ptr(), out.data_ptr(), **sizes)
+    addresses = (ctypes.addressof(pointers), *(each.data_ptr() for each in (every, ends, out)))
+    arguments = STRUCTURES["Lists"](*addresses, **sizes)
     library.run("take_in_turn", arguments, of=CHOICE)
     return out
 

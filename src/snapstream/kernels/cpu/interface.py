@@ -102,7 +102,7 @@ _STRUCTURES = {
     ),
     "Lists": (
         "const float* const* scores;"  # of each list: [sequences][heads][length]
-        "const int64_t* every;"  # of each list: rounds from one token to the next
+        "const int64_t* every;"  # [lists][sequences]: rounds from one token to the next
         "const int64_t* candidate_end;"  # [sequences]
         "float* out;"  # [sequences][heads][length], zeros
         "int64_t lists, sequences, heads, length, sink, most"
