@@ -10,6 +10,9 @@ cache does not know are left out: it would choose fewer than half of the tokens.
 probabilities of thirty tokens tell caches apart after a dozen questions. Questions come from files, or are generated
 (``--tasks tracking,late-phone --lengths 4k``); a second turn is forced like the answer.
 
+With ``--own N``, the full cache's own answer is forced instead, up to N of its tokens. That is for questions without a
+short right answer, such as code, and shows what a cache loses while a long answer is written.
+
 With ``--tails``, the question is followed by random instructions of up to 200 tokens and the marks of a random template
 in place of the model's own, so that nothing depends on where a template puts the question.
 """
@@ -58,8 +61,10 @@ def with_tail(sample: Sample) -> str:
     return "\n".join([sample.prompt, *rng.sample(TAILS, rng.randint(0, len(TAILS)))]) + rng.choice(ENDS)
 
 
-def answer_of(llm: LLM, sample: Sample) -> list[int]:
-    """Tokens of the right answer; of several ones the first."""
+def answer_of(llm: LLM, sample: Sample, prompt: list[int], own: int) -> list[int]:
+    """Tokens of the right answer; of several ones the first. Or up to ``own`` tokens of the full cache's answer."""
+    if own:
+        return list(llm.generate([prompt], SamplingParams(max_tokens=own))[0].token_ids)
     answers = [sample.answer] if sample.question is None else sample.question.scoring.answers
     return list(llm.tokenizer.encode(answers[0], add_special_tokens=False)[:MOST]) if answers else []
 
@@ -81,10 +86,10 @@ def force(
     return found
 
 
-def samples_of(path: str, half: str, prompts: Prompts, longest: int) -> Iterator[Sample]:
-    """The questions of a file about texts with even or odd numbers."""
+def samples_of(path: str, half: str, prompts: Prompts, longest: int, code: bool) -> Iterator[Sample]:
+    """The questions of a file about texts with even or odd numbers; those whose answers are code, if they may be."""
     variants = make_variants(["full"], [], [()], ["full"])
-    plan = QuestionPlan([read_questions(path)], variants, prompts, half=half, longest=longest)
+    plan = QuestionPlan([read_questions(path)], variants, prompts, half=half, longest=longest, code=code)
     return (job.sample for group in plan for job in group)
 
 
@@ -96,16 +101,19 @@ def generated(name: str, length: int, half: str, prompts: Prompts) -> Iterator[S
 
 
 def sized(text: str, size: str, tokens: int) -> dict[str, Any]:
-    """A budget with its capacity."""
-    return json.loads(text) | {"capacity": int(tokens * Fraction(size))}
+    """A budget with its capacity: a share of the tokens, or a number of entries."""
+    share = Fraction(size)
+    return json.loads(text) | {"capacity": int(share if share > 1 else tokens * share)}
 
 
-def measure(llm: LLM, prompts: Prompts, samples: Iterable[Sample], cells: Sequence[Cell], tails: bool) -> list[Loss]:
+def measure(
+    llm: LLM, prompts: Prompts, samples: Iterable[Sample], cells: Sequence[Cell], *, tails: bool, own: int
+) -> list[Loss]:
     """What each cell loses, and whether it would have chosen the answer, for every answer that the full cache knows."""
     found: list[Loss] = []
     for sample in samples:
         tokens = llm.tokenizer.encode(with_tail(sample)) if tails else prompts.first(sample)
-        before, answer = prompts.then(sample), answer_of(llm, sample)
+        before, answer = prompts.then(sample), answer_of(llm, sample, tokens, own)
         if len(before) + len(answer) < 2:
             continue
         budgets = [CacheBudget.parse(sized(text, size, len(tokens))) for size, text in cells]
@@ -124,11 +132,12 @@ def main() -> None:
     parser.add_argument("--questions", action="append", default=[], help="a file; may be repeated")
     parser.add_argument("--tasks", default="", help="generated tasks")
     parser.add_argument("--lengths", default="4k", help="their lengths in tokens")
-    parser.add_argument("--sizes", default="1/4,1/8,1/16")
+    parser.add_argument("--sizes", default="1/4,1/8,1/16", help="shares of the prompt, or entries")
     parser.add_argument("--samples", type=int, default=20, help="questions of each file")
     parser.add_argument("--half", choices=HALVES, default="even", help="texts with even or odd numbers")
     parser.add_argument("--longest", type=int, default=9000, help="longest prompt and answer, in tokens")
     parser.add_argument("--tails", action="store_true")
+    parser.add_argument("--own", type=int, default=0, metavar="TOKENS", help="force answers of the full cache instead")
     known = parser.parse_args()
     sizes = known.sizes.split(",")
     cells = [(size, text) for size in sizes for text in known.caches]
@@ -137,12 +146,12 @@ def main() -> None:
     config = EngineConfig(slots=len(cells) + 1, max_model_len=known.longest, kept_queries=128, prefix_cache=0)
     llm = LLM(known.model, budget=full, config=config, report_plan=lambda _: None)
     prompts = Prompts(llm.tokenizer, chat=False if known.tails else None)
-    longest = known.longest - MOST
-    sources = [(path, samples_of(path, known.half, prompts, longest)) for path in known.questions]
+    longest = known.longest - max(MOST, known.own)
+    sources = [(path, samples_of(path, known.half, prompts, longest, known.own > 0)) for path in known.questions]
     for task, length in itertools.product(filter(None, known.tasks.split(",")), known.lengths.split(",")):
         sources.append((f"{task}, {length}", generated(task, parse_tokens(length, "--lengths"), known.half, prompts)))
     for name, samples in sources:
-        found = measure(llm, prompts, itertools.islice(samples, known.samples), cells, known.tails)
+        found = measure(llm, prompts, itertools.islice(samples, known.samples), cells, tails=known.tails, own=known.own)
         print(f"\n{Path(name).name.split('.')[0]}, {len(found)} questions:\n")
         print(f"| cache | {' | '.join(sizes)} |\n|{'---|' * (len(sizes) + 1)}")
         for text in known.caches if found else ():

@@ -113,6 +113,8 @@ def tables(records: list[Record]) -> list[str]:
     lines = [f"{task}: {weakness(every, task)}" for task in weak]
     for size in every.sizes:
         at_size = {(record.task, record.row) for record in records if record.size == size and record.task not in weak}
+        if not at_size:
+            continue
         results = Results(record for record in records if (record.task, record.row) in at_size)
         table = [["task", "tokens", "questions", *results.labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
         for task in results.tasks:
@@ -123,7 +125,7 @@ def tables(records: list[Record]) -> list[str]:
                 table.append([*named, *shown, _gap(one, DEFAULT_POLICY, PAPER, size)])
         gaps = [_gap(results, label, "full", size) for label in results.labels]
         table.append(["points relative to full", "", "", *gaps, _gap(results, DEFAULT_POLICY, PAPER, size)])
-        lines += ["", f"**{size} of the prompt**", "", *as_lines(table)]
+        lines += ["", f"**{size} of the prompt**" if "/" in size else f"**{size} entries**", "", *as_lines(table)]
     return lines
 
 

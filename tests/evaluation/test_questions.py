@@ -166,7 +166,7 @@ PUBLISHED = {
     "sci_fi": (
         "l-eval",
         {"input": "A story.", "instructions": ["So?"], "outputs": ["True [fact: False]"], "evaluation": "exam"},
-        [("contains", ("True",))],
+        [("choice", ("A",))],
     ),
     "multidoc_qa": (
         "l-eval",
@@ -234,6 +234,22 @@ PUBLISHED = {
         {"input": "", "context": "import x\n", "answers": ["x.run()"], "dataset": "lcc_e", "language": "python"},
         [("similarity", ("x.run()",))],
     ),
+    "trec": (
+        "longbench",
+        {"input": "Question: x?\nType:", "context": "Pairs.", "answers": ["City"], "dataset": "trec", "language": "en"},
+        [("contains", ("City",))],
+    ),
+    "passage_retrieval_zh": (
+        "longbench",
+        {
+            "input": "摘要",
+            "context": "段落1",
+            "answers": ["段落3"],
+            "dataset": "passage_retrieval_zh",
+            "language": "zh",
+        },
+        [("number", ("段落3",))],
+    ),
     "passage_count": (
         "longbench",
         {"input": "", "context": "Paragraphs.", "answers": ["7"], "dataset": "passage_count", "language": "en"},
@@ -254,6 +270,16 @@ PUBLISHED = {
         {"context": "Pairs.", "input": "Key: x", "answer": ["value"], "options": []},
         [("contains", ("value",))],
     ),
+    "math_find": (
+        "infinitebench",
+        {"context": "[1, 61.0]", "input": "The largest number?", "answer": 61.0},
+        [("contains", ("61",))],
+    ),
+    "run": (
+        "infinitebench",
+        {"context": "Code.", "input": "Please give the return value of f(3).", "answer": 7, "options": []},
+        [("number", ("7",))],
+    ),
     "longbook_sum_eng": (
         "infinitebench",
         {"context": "A book.", "input": "", "answer": ["Short."]},
@@ -267,6 +293,11 @@ PUBLISHED = {
     "qa_1": (
         "ruler",
         {"index": 0, "input": "Documents.\nWho?", "outputs": ["he", "him"], "length": 9},
+        [("contains", ("he", "him"))],
+    ),
+    "ruler_8k": (
+        "ruler",
+        {"input": "Answer the question based on the given documents.\nHe.\nWho?", "outputs": ["he", "him"]},
         [("contains", ("he", "him"))],
     ),
     "humaneval": (
@@ -339,12 +370,24 @@ def test_rulers_files_are_named_by_their_directory(tmp_path):
         ("bamboo", {"content": ["a", "b"], "answer": [1, 0]}, "only altqa, meetingqa, paperqa and private_eval"),
         ("l-eval", {"input": "a", "instructions": ["b"], "outputs": []}, "is not a valid l-eval question"),
         ("longbench", {"input": "a", "context": "b"}, "is not a valid longbench question: no field 'dataset'"),
+        ("infinitebench", {"context": "a", "input": "b", "answer": None}, "an answer is neither a text nor a number"),
+        (
+            "infinitebench",
+            {"context": "a", "input": "b", "answer": ["c"], "options": ["d", "e"]},
+            "the answer 'C' is not the letter of a choice",
+        ),
     ],
 )
 def test_a_line_that_is_not_of_its_form(tmp_path, form, fields, message):
     with pytest.raises(ConfigurationError, match=r"bad\.jsonl, line 1") as error:
         read_questions(f"{form}:" + write(tmp_path / "bad.jsonl", fields))
     assert message in str(error.value)
+
+
+def test_what_models_continue_ends_with_its_line(tmp_path):
+    (text,) = read_questions(write(tmp_path / "trec.jsonl", PUBLISHED["trec"][1])).texts
+    assert text.questions[0].stop == ("\n",)
+    assert text.questions[0].ask == "Question: x?\nType:"
 
 
 # -- scores ---------------------------------------------------------------------------------------------------------
@@ -360,6 +403,17 @@ def test_a_line_that_is_not_of_its_form(tmp_path, form, fields, message):
         ("contains", ["9"], "It is 9.", 1),
         ("contains", ["rich"], "Zürich", 0),
         ("contains", ["[6 15]"], "It prints [6 15].", 1),
+        ("contains", ["5"], "It is -5.", 0),
+        ("contains", ["-5"], "It is -5.", 1),
+        ("contains", ["5"], "3-5", 1),
+        ("contains", ["1000"], "1,000 lamps", 1),
+        ("contains", ["1,000"], "1000 lamps", 1),
+        ("contains", ["1000"], "1,000,000 or 21,000", 0),
+        ("contains", ["段落3"], "答案是段落3", 1),
+        ("contains", ["段落3"], "段落31", 0),
+        ("contains", ["北京"], "我住在北京。", 1),
+        ("contains", ["red"], "红red的", 1),
+        ("number", ["段落3"], "段落3。", 1),
         ("equals", ["red"], " red\n", 1),
         ("equals", ["red"], "red.", 0),
         ("number", ["1,018"], "First 3, then 1018.", 1),
@@ -373,6 +427,9 @@ def test_a_line_that_is_not_of_its_form(tmp_path, form, fields, message):
         ("f1", ["red"], "", 0),
         ("f1", ["紅燈"], "紅色", pytest.approx(0.5)),
         ("f1", ["北京"], "北京。", 1),
+        ("f1", ["foo"], "`foo`", 1),
+        ("f1", ["$5"], "5", 1),
+        ("rouge-l", ["the café's cats sat"], "the café's cat sat", 1),
         ("rouge-l", ["北京很大"], "北京很大。", 1),
         ("rouge-l", ["the cat sat on the mat"], "the cat sat on the mat", 1),
         ("rouge-l", ["the cat sat"], "dogs", 0),
@@ -403,7 +460,13 @@ def test_scores(kind, answers, output, want):
         (["A"], "A", 1),
         (["A"], "I think it is A.", 1),
         (["B"], "B, A lamp", 1),
+        (["A"], "A is correct", 1),
+        (["A"], "A because B is wrong", 1),
+        (["A"], "The right choice is A because", 1),
+        (["B"], "A or B", 0),
         (["B", "D"], "BD) both", 1),
+        (["B", "D"], "The right choices are: B and D", 1),
+        (["B", "D"], "B), (D)", 1),
         (["B", "D"], "D and B", 1),
         (["B", "D"], "B, C, D", 0),
         (["B", "D"], "B", 0),
@@ -412,6 +475,11 @@ def test_scores(kind, answers, output, want):
 def test_choices(answers, output, want):
     choices = ("an egg", "a lamp", "a chair", "a cup")
     assert score(Scoring("choice", tuple(answers), choices), output) == want
+
+
+def test_choices_that_the_question_lists():
+    assert score(Scoring("choice", ("J",)), "J") == 1
+    assert score(Scoring("choice", ("B",), tuple("123456789")), "I think it is B") == 1
 
 
 # -- code -----------------------------------------------------------------------------------------------------------
@@ -430,6 +498,9 @@ TEST = "def check(candidate):\n    assert candidate(2) == 4\n\ncheck(twice)"
         ("```python\ndef twice(x):\n    return 2 * x * helper()\n```\nDone.", 1),
         ("Here you are:\n```\nimport os\n\ndef twice(x):\n    return int(math.floor(2 * x))\n```", 1),
         ("```python\n    return 2 * x\n```", 1),
+        ("    return 2 * x\n\n\ndef twice(x):\n    return x", 1),
+        ("def twice(x):\n    return 2 * x\n\nThis is it.", 1),
+        ("Here it is:\n\nimport os\n\n\ndef twice(x):\n    return 2 * x\n\nIt's done.", 1),
         ("```python\ndef twice(x):\n    return 2 * x", 1),
         ("```bash\npip install math-helpers-of-many-kinds\n```\n```python \ndef twice(x):\n    return 2 * x\n```", 1),
         ("", 0),
@@ -471,6 +542,15 @@ def test_what_code_starts_ends_with_it(tmp_path):
     )
     assert code.run_code(Scoring("code"), starts) == 1
     time.sleep(2.5)
+    assert not mark.exists()
+
+
+def test_code_that_leaves_its_group_of_processes_ends_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "SECONDS", 0.5)
+    mark = tmp_path / "mark"
+    leaves = f"import os, time\nos.setsid(); time.sleep(2.5); open({str(mark)!r}, 'w')"
+    assert code.run_code(Scoring("code"), leaves) == 0
+    time.sleep(3)
     assert not mark.exists()
 
 

@@ -6,6 +6,7 @@ code, which can read whatever the user can read.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -28,7 +29,10 @@ PASSED = 77
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _CONFINED = f"""
-import ctypes, os, resource, sys
+import ctypes, os, resource, signal, sys
+library = ctypes.CDLL(None)
+END_WITH_PARENT = 1
+library.prctl(END_WITH_PARENT, signal.SIGKILL)
 for limit, most in (
     (resource.RLIMIT_CPU, {SECONDS}),
     (resource.RLIMIT_AS, {BYTES}),
@@ -36,12 +40,13 @@ for limit, most in (
     (resource.RLIMIT_CORE, 0),
 ):
     resource.setrlimit(limit, (most, most))
-unshare = ctypes.CDLL(None).unshare
+unshare = library.unshare
 NEW_USER, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 if unshare(NEW_NETWORK | NEW_PROCESSES) != 0 and unshare(NEW_USER | NEW_NETWORK | NEW_PROCESSES) != 0:
     sys.exit("no namespaces")
 child = os.fork()
 if child == 0:
+    library.prctl(END_WITH_PARENT, signal.SIGKILL)  # also if it leaves the group of processes
     run = "import runpy, sys; runpy.run_path(sys.argv[1])"  # not as __main__, whose end would not be the test's
     os.execv(sys.executable, [sys.executable, "-I", "-c", run, sys.argv[1]])
 _, status = os.waitpid(child, 0)
@@ -55,14 +60,17 @@ def program(scoring: Scoring, output: str) -> str:
     """The program that an output stands for, with its test.
 
     An output in a code block, as chat models write it, replaces the head that it was asked to continue if it repeats
-    it. Other outputs continue the head; if it is the head of a function, up to the end of its body.
+    it. Other outputs continue the head; if it is the head of a function, up to the end of its body. Text around code
+    that is in no block is left out.
     """
     heads = list(re.finditer(r"^def\s+(\w+)", scoring.program, re.MULTILINE))
     wanted = re.compile(rf"^def\s+{heads[-1][1]}\b", re.MULTILINE) if heads else None
     blocks = [found[1] for found in _FENCE.finditer(output)]
     blocks.sort(key=lambda block: (wanted is not None and wanted.search(block) is not None, len(block)))
     written = blocks[-1] if blocks else output
-    if wanted is not None and wanted.search(written):
+    continues = not blocks and written.lstrip("\n")[:1].isspace()
+    if wanted is not None and wanted.search(written) and not continues:
+        written = written if blocks else _code_of(written)
         # Imports and helpers above the head stay; the head itself is there again.
         written = f"{scoring.program[: heads[-1].start()]}\n{written}"
     else:
@@ -112,6 +120,21 @@ def require_confinement() -> None:
             "namespaces are disabled (see sysctl kernel.unprivileged_userns_clone and, on Ubuntu, "
             "kernel.apparmor_restrict_unprivileged_userns) or if a container does not allow them"
         )
+
+
+def _code_of(written: str) -> str:
+    """The longest code that begins with the first line that looks like code."""
+    lines = written.splitlines()
+    is_code = re.compile(r"(?:import|from|def|class|async)\s|@")
+    start = next((at for at, line in enumerate(lines) if is_code.match(line)), 0)
+    for end in range(len(lines), start, -1):
+        code = "\n".join(lines[start:end])
+        try:
+            ast.parse(code)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        return code
+    return written
 
 
 def _body(written: str) -> str:

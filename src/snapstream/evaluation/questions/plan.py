@@ -130,7 +130,7 @@ class QuestionPlan:
         skipped: Counter[str] = Counter()
         group: list[Job] = []
         chosen = _spread(file.texts, samples, half)
-        if not chosen:
+        if half is not None and not chosen:
             self.notes.append(f"left out of {name}: its {half} half has no question")
         for about, (index, listed) in enumerate(groupby(chosen, lambda asked: asked.text)):
             text, questions = file.texts[index], list(listed)

@@ -45,9 +45,18 @@ def form_of(fields: Fields) -> str | None:
 def _question(
     ask: str, kind: Kind, answers: Any, name: str | int, *, choices: tuple[str, ...] = (), **options: Any
 ) -> Question:
-    listed = tuple(str(answer).strip() for answer in (answers if isinstance(answers, list | tuple) else [answers]))
+    given = answers if isinstance(answers, list | tuple) else [answers]
+    if not all(isinstance(answer, str | int | float) and not isinstance(answer, bool) for answer in given):
+        raise ValueError("an answer is neither a text nor a number")
+    given = [int(answer) if isinstance(answer, float) and answer.is_integer() else answer for answer in given]
+    listed = tuple(str(answer).strip() for answer in given)
     if not all(listed) or not listed:
         raise ValueError("an answer is missing")
+    if kind == "choice":
+        listed = tuple(answer.strip("() .").upper() for answer in listed)
+        wrong = [answer for answer in listed if len(answer) != 1 or answer not in LETTERS[: len(choices) or None]]
+        if wrong:
+            raise ValueError(f"the answer {wrong[0]!r} is not the letter of a choice")
     return make_question(str(name), ask, Scoring(kind, listed, choices), **options)
 
 
@@ -64,12 +73,12 @@ def _l_eval(fields: Fields, file: str, number: int) -> Text:
     # Also questions with one right choice, which must not be told apart.
     several = any(found and len(found[1]) > 1 for found in lettered)
     tail = "Give the letters of all right choices." if several else "Give the letter of the right choice."
-    opening = "The right choices are (" if several else None
+    how: Fields = {"opening": "The right choices are (", "max_tokens": 32} if several else {}
     questions = []
     for index, ((ask, answer), letters) in enumerate(zip(pairs, lettered, strict=True), 1):
         name = f"{number}.{index}"
         if letters and fields.get("evaluation") == "exam":
-            questions.append(_question(f"{ask}\n{tail}", "choice", list(letters[1]), name, opening=opening))
+            questions.append(_question(f"{ask}\n{tail}", "choice", list(letters[1]), name, **how))
         else:
             questions.append(_l_eval_question(fields.get("evaluation", ""), ask, answer, name))
     return Text(fields["input"], tuple(questions))
@@ -79,9 +88,14 @@ def _l_eval_question(evaluation: str, ask: str, answer: str, name: str) -> Quest
     if evaluation == "exam" and re.fullmatch(r"-?[\d.,]+", answer.strip()):
         # Examples stand before the question, and models continue with another one.
         return _question(ask, "number", answer, name, stop=("\nQuestion:", "\n\nQuestion"))
+    # Of "True [fact: False]", the first part is what the text says.
+    told = answer.partition("[fact:")[0].strip().rstrip(".")
+    if evaluation == "exam" and told in ("True", "False"):
+        choices = ("True", "False")
+        letter = LETTERS[choices.index(told)]
+        return _question(with_choices(ask, list(choices)), "choice", letter, name, choices=choices)
     if evaluation == "exam":
-        # Of "True [fact: False]", the first part is what the text says.
-        return _question(ask, "contains", answer.partition("[fact:")[0].strip().rstrip("."), name)
+        return _question(ask, "contains", told, name)
     return _question(ask, "f1" if evaluation == "f1" else "rouge-l", answer, name)
 
 
@@ -165,8 +179,14 @@ def _lost_in_the_middle(fields: Fields, name: str, number: int) -> Text:
 
 # -- LongBench ------------------------------------------------------------------------------------------------------
 
-_SUMMARIES = ("gov_report", "qmsum", "multi_news", "samsum", "vcsum", "dureader")
-_LABELS = ("trec", "lsht", "passage_retrieval_en", "passage_retrieval_zh")
+_SUMMARIES = ("gov_report", "qmsum", "multi_news", "vcsum", "dureader")
+_EXAMPLES: dict[str, Kind] = {"trec": "contains", "lsht": "contains", "triviaqa": "f1", "samsum": "rouge-l"}
+"""Tasks with examples before the question, which models continue with another one: the first line is the answer."""
+_PARAGRAPHS = {
+    "passage_retrieval_en": ("Which paragraph is this a summary of?", "Paragraph"),
+    "passage_retrieval_zh": ("这是哪个段落的摘要\uff1f", "段落"),
+}
+"""The question about a summary, and how the answer begins."""
 
 
 def _long_bench(fields: Fields, name: str, number: int) -> Text:
@@ -179,9 +199,11 @@ def _long_bench(fields: Fields, name: str, number: int) -> Text:
     if dataset in _SUMMARIES:
         ask = ask or "Summarize this text."
         return Text(text, (_question(ask, "rouge-l", answers, number, max_tokens=512),))
-    if dataset in _LABELS:
-        what = "Which paragraph is this a summary of?" if dataset.startswith("passage") else ""
-        return Text(text, (_question(f"{what}\n{ask}".strip(), "contains", answers, number),))
+    if dataset in _EXAMPLES:
+        return Text(text, (_question(ask, _EXAMPLES[dataset], answers, number, max_tokens=128, stop=("\n",)),))
+    if dataset in _PARAGRAPHS:
+        what, opening = _PARAGRAPHS[dataset]
+        return Text(text, (_question(f"{what}\n{ask}", "number", answers, number, max_tokens=8, opening=opening),))
     if dataset == "passage_count":
         ask = "How many different paragraphs does this text have, if equal ones count once? Answer with the number."
         return Text(text, (_question(ask, "number", answers, number, max_tokens=32),))
@@ -203,15 +225,18 @@ def _infinite_bench(fields: Fields, name: str, number: int) -> Text:
     """``input`` is the question about ``context``; the file's name says which task it is."""
     text, ask = fields["context"], fields["input"].strip()
     answers = fields["answer"] if isinstance(fields["answer"], list) else [fields["answer"]]
-    if "math_calc" in name:
+    if "math_calc" in name or (len(answers) > 1 and all(isinstance(answer, int) for answer in answers)):
         raise LeftOutError("of math_calc, which is scored by the number of right steps")
     if fields.get("options"):
         choices = tuple(str(option) for option in fields["options"])
-        right = ["ABCDEFGH"[choices.index(answer)] if answer in choices else answer for answer in answers[:1]]
+        # An answer is a choice, its letter, or both.
+        stripped = [choice.strip() for choice in choices]
+        named = [str(answer).strip() for answer in answers]
+        right = [LETTERS[stripped.index(answer)] for answer in named if answer in stripped] or named[-1:]
         return Text(text, (_question(with_choices(ask, list(choices)), "choice", right, number, choices=choices),))
     if "sum" in name:
         return Text(text, (_question(ask or "Summarize this text.", "rouge-l", answers, number, max_tokens=512),))
-    if "code_run" in name:
+    if "code_run" in name or "return value of" in ask:
         return Text(text, (_question(ask, "number", answers, number),))
     if "qa" in name and "dialogue" not in name:
         return Text(text, (_question(f"{ask}\nAnswer in a few words.", "f1", answers, number),))
@@ -229,7 +254,8 @@ def _ruler(fields: Fields, name: str, number: int) -> Text:
     given = fields["input"].rstrip()
     text, _, ask = given.rpartition("\n")
     # The question-answering tasks accept any of several answers; all others need all of theirs.
-    kind: Kind = "contains" if name.startswith("qa") else "contains-all"
+    is_any = name.startswith("qa") or "based on the given documents" in given
+    kind: Kind = "contains" if is_any else "contains-all"
     opening = str(fields.get("answer_prefix") or "").strip()
     return Text(text, (_question(ask.strip(), kind, fields["outputs"], number, max_tokens=128, opening=opening),))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +17,15 @@ from snapstream.evaluation.scoring import equal
 
 _CHARACTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 """Chinese, Japanese and Korean characters, each of which counts as a word."""
+_WORD = rf"[^\W{_CHARACTERS}]"
+"""A character of a word that is longer than one character."""
 _NUMBER = re.compile(r"(?:(?<![\w.])-)?\d[\d,]*(?:\.\d+)?")
-_LETTER = r"(?:A(?! (?!and\b)[a-z])|[B-Z])(?![a-z'])"
-"""A letter that is no word: not the article ``A``."""
+_LETTER = r"(?:[AI](?! (?!(?:and|or|as|because|but|for|is|since|was|would)\b)[a-z])|[B-HJ-Z])(?![a-z'])"
+"""A letter that is no word: neither the article ``A`` nor the pronoun ``I``."""
 _LETTERS = re.compile(rf"[\s(\"'*]*({_LETTER}(?:(?:\)?\s*(?:,\s*and\b|,|/|&|and\b)\s*\(?)?{_LETTER})*)")
 """One letter or several at the beginning of an output: ``B``, ``(B)``, ``BD``, ``B, D``, ``B and D``."""
+_SENTENCE = re.compile(rf"\b(?:is|are)\b:?{_LETTERS.pattern}")
+"""The same at the end of a sentence: ``The right choices are: B and D``."""
 
 
 def score(scoring: Scoring, output: str) -> float:
@@ -52,19 +57,19 @@ def number(scoring: Scoring, output: str) -> float:
 def choice(scoring: Scoring, output: str) -> float:
     """1 if the letters at the beginning of the output are exactly those of the answer.
 
-    If it does not begin with a letter, the first letter that stands alone counts. Failing that, the output must quote
-    exactly one choice.
+    If it does not begin with a letter, those behind the first "is" or "are" count, or else the first letter that stands
+    alone. Failing that, the output must quote exactly one choice.
     """
     return float(chosen(scoring, output) == set("".join(scoring.answers)))
 
 
 def chosen(scoring: Scoring, output: str) -> set[str]:
     """The letters that an output chooses."""
-    allowed = LETTERS[: len(scoring.choices) or 8]
-    begin = _LETTERS.match(output)
-    letters = re.findall("[A-Z]", begin[1]) if begin else []
-    if letters and set(letters) <= set(allowed):
-        return set(letters)
+    allowed = LETTERS[: len(scoring.choices) or max(8, *(LETTERS.index(letter) + 1 for letter in scoring.answers))]
+    for begin in (_LETTERS.match(output), _SENTENCE.search(output)):
+        letters = set(re.findall("[A-Z]", begin[1])) if begin else set()
+        if letters and letters <= set(allowed):
+            return letters
     alone = [found[0] for found in re.finditer(rf"(?<![A-Za-z]){_LETTER}(?![A-Za-z])", output) if found[0] in allowed]
     if alone:
         return {alone[0]}
@@ -84,7 +89,8 @@ def rouge_l(scoring: Scoring, output: str) -> float:
     """ROUGE-L's F-measure, by the package rouge-score with stemming; the best over all answers."""
     scorers = require_rouge()
     # Its own tokenizer knows no letters but Latin ones.
-    own = None if all(answer.isascii() for answer in scoring.answers) else _Words()
+    is_latin = all(_is_latin(letter) for answer in scoring.answers for letter in answer)
+    own = None if is_latin else _Words()
     scorer = scorers.RougeScorer(["rougeL"], use_stemmer=True, tokenizer=own)
     return max(float(scorer.score(answer, output)["rougeL"].fmeasure) for answer in scoring.answers)
 
@@ -102,6 +108,10 @@ def require_rouge() -> Any:
     return rouge_scorer
 
 
+def _is_latin(letter: str) -> bool:
+    return letter.isascii() or not letter.isalpha() or unicodedata.name(letter, "").startswith("LATIN")
+
+
 class _Words:
     """A tokenizer as rouge-score wants it."""
 
@@ -117,10 +127,18 @@ def similarity(scoring: Scoring, output: str) -> float:
 
 
 def _has(answer: str, output: str) -> bool:
-    """Whether an output has an answer as whole words; a number is not part of a longer one, such as 9 of 2.9."""
+    """Whether an output has an answer as whole words; a number is not part of another one, such as 9 of 2.9 or of -9.
+
+    Scripts without spaces have no whole words. Commas between thousands do not matter.
+    """
+    answer = answer.strip()
+    if re.fullmatch(r"-?\d[\d,]*(\.\d+)?", answer):
+        answer, output = (re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) for text in (answer, output))
+    before = "" if re.match(f"[{_CHARACTERS}]", answer) else f"(?<!{_WORD})"
+    behind = "" if re.search(f"[{_CHARACTERS}]$", answer) else f"(?!{_WORD})"
+    before += r"(?<!\d[.,])(?<!(?<![\w.])-)" if answer[:1].isdigit() else ""
+    behind += r"(?![.,]\d)" if answer[-1:].isdigit() else ""
     words = r"\s+".join(map(re.escape, answer.split()))
-    before = r"(?<!\w)(?<!\d[.,])" if answer.strip()[:1].isdigit() else r"(?<!\w)"
-    behind = r"(?!\w)(?![.,]\d)" if answer.strip()[-1:].isdigit() else r"(?!\w)"
     return re.search(before + words + behind, output, re.IGNORECASE) is not None
 
 
@@ -129,9 +147,13 @@ def _numbers(text: str) -> list[float]:
 
 
 def _words(text: str) -> list[str]:
-    text = "".join(letter for letter in text.lower() if not unicodedata.category(letter).startswith("P"))
+    text = "".join(letter for letter in text.lower() if not _is_punctuation(letter))
     words = re.findall(rf"[{_CHARACTERS}]|[^\s{_CHARACTERS}]+", text)
     return [word for word in words if word not in ("a", "an", "the")]
+
+
+def _is_punctuation(letter: str) -> bool:
+    return letter in string.punctuation or unicodedata.category(letter).startswith("P")
 
 
 def _f1(right: list[str], said: list[str]) -> float:
