@@ -97,7 +97,7 @@ def generated(name: str, length: int, half: str, prompts: Prompts) -> Iterator[S
     """Samples of a task, with even or odd seeds."""
     (task,) = find_tasks([name])
     for seed in itertools.count(HALVES.index(half), 2):
-        yield make_sample(task, length - prompts.overhead, seed, prompts.count)
+        yield make_sample(task, length - prompts.overhead, seed, prompts.count, chat=prompts.chat)
 
 
 def sized(text: str, size: str, tokens: int) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class PressHost:
         self.prompts = Prompts(load_gguf_tokenizer(model), chat=None)
         self.max_length: int | None = self.model.config.max_position_embeddings
         self.count, self.overhead = self.prompts.count, self.prompts.overhead
+        self.chat = self.prompts.chat
         presses.give_tokenizer(self.prompts.tokenizer)
 
     def refuses(self, task: Task) -> str | None:

@@ -161,6 +161,16 @@ def test_a_chat_template_lays_out_both_turns():
     assert prompts.then(replace(SAMPLE, second="", reply="")) == []
 
 
+def test_a_chat_model_continues_the_words_before_the_answer():
+    """In its own turn, as it does not continue the user's; in a second turn, they are decoded."""
+    prompts, begun = Prompts(Characters(), chat=True), replace(SAMPLE, lead="", begins="Note:")
+    once = replace(begun, second="", reply="")
+    assert "".join(prompts.first(once)) == "[user]Read this.[assistant]Note:"
+    assert prompts.then(once) == []
+    assert "".join(prompts.first(begun)) == "[user]Read this.[assistant]"
+    assert "".join(prompts.then(begun)) == "is read.[user]And now?[assistant]Note:"
+
+
 def test_templates_that_cannot_be_used_are_named():
     tokenizer = Characters()
     tokenizer.chat_template = "{{ messages[-1].content }}"

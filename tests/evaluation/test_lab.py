@@ -141,6 +141,7 @@ class Perfect:
 
     max_length = 4096
     overhead = 3
+    chat = False
     refused = None
 
     def __init__(self, fail_after=None):

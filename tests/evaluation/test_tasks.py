@@ -50,6 +50,15 @@ def test_prompts_have_the_asked_number_of_tokens(tokenizers, task):
             assert bool(sample.second) == (task.follow_up != "none")
 
 
+@pytest.mark.parametrize("name", ["needle", "multikey", "multivalue", "late-question"])
+def test_the_words_before_a_chat_models_answer_have_room(name):
+    plain, chat = (make_sample(TASKS[name], 800, 3, words, chat=chat) for chat in (False, True))
+    assert plain.begins == ""
+    key = re.search(r"notes? for (\w+):$", chat.second or chat.prompt)[1]
+    assert chat.begins.endswith(f"for {key}:")
+    assert words(chat.prompt + chat.begins) <= 800
+
+
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_equal_arguments_give_equal_samples(task):
     made = make_sample(task, 800, 1, words)

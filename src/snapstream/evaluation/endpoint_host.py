@@ -72,6 +72,7 @@ class EndpointHost:
         self.tokenizer_name = tokenizer or getattr(entry, "root", None) or self.model
         self.prompts = Prompts(self._load_tokenizer(), chat=chat)
         self.count, self.overhead = self.prompts.count, self.prompts.overhead
+        self.chat = self.prompts.chat
         if needs_budgets:
             self._require_snapstream()
 
@@ -116,10 +117,11 @@ class EndpointHost:
             extra = {"vllm_xargs": {"kv_budget": entries}, "kv_budget": entries}
         # This API cannot prefill the assistant's turn with the beginning of an answer.
         prompt = job.sample.prompt + ("" if self.prompts.chat else job.sample.lead)
-        if job.sample.opening:  # nor can it decode words that the model does not choose, so the model is asked to
-            prompt += f"\nBegin with these words: {job.sample.opening}"
+        opening = job.sample.opening or job.sample.begins
+        if opening:  # nor can it decode words that the model does not choose, so the model is asked to
+            prompt += f"\nBegin with these words: {opening}"
         question = job.sample.question
-        limit = question.max_tokens + self.prompts.count(job.sample.opening) if question else job.task.max_tokens
+        limit = (question.max_tokens if question else job.task.max_tokens) + self.prompts.count(opening)
         stop: Any = list(question.stop) if question and question.stop else self._openai.NOT_GIVEN
         if job.variant.policy == "truncated":
             assert entries is not None
@@ -143,7 +145,7 @@ class EndpointHost:
             text = reply.choices[0].text
         usage = reply.usage
         return Answer(
-            text=text.removeprefix(job.sample.opening),
+            text=text.removeprefix(opening),
             prompt_tokens=usage.prompt_tokens if usage else 0,
             output_tokens=usage.completion_tokens if usage else 0,
             finish_reason=reply.choices[0].finish_reason or "",

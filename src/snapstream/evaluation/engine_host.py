@@ -58,6 +58,7 @@ class EngineHost:
         )
         self.prompts = Prompts(self.llm.tokenizer, chat=chat)
         self.count, self.overhead = self.prompts.count, self.prompts.overhead
+        self.chat = self.prompts.chat
 
     def refuses(self, task: Task) -> str | None:
         """A second turn needs a chat template that leaves the first one unchanged."""

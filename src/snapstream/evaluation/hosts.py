@@ -66,6 +66,8 @@ class Host(Protocol):
     """Longest prompt plus output, in tokens; ``None`` if unknown."""
     overhead: int
     """Tokens that every prompt has besides its text: special tokens, chat template."""
+    chat: bool
+    """Whether it formats prompts with a chat template."""
 
     def refuses(self, task: Task) -> str | None:
         """Why it cannot run a task, or ``None`` if it can."""
@@ -110,7 +112,8 @@ class Prompts:
         if not self.chat:
             between = "\n" if sample.opening and not sample.second else ""
             return list(self.tokenizer.encode(sample.prompt + sample.lead + between))
-        text = self._render([{"role": "user", "content": sample.prompt}]) + sample.lead.lstrip()
+        begins = "" if sample.second else sample.begins
+        text = self._render([{"role": "user", "content": sample.prompt}]) + (sample.lead.lstrip() or begins)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def then(self, sample: Sample) -> list[int]:
@@ -135,7 +138,8 @@ class Prompts:
 
     def opening(self, sample: Sample) -> list[int]:
         """Tokens that the scored answer begins with."""
-        return list(self.tokenizer.encode(sample.opening, add_special_tokens=False)) if sample.opening else []
+        opening = sample.opening or (sample.begins if sample.second else "")
+        return list(self.tokenizer.encode(opening, add_special_tokens=False)) if opening else []
 
     def truncated(self, tokens: list[int], room: int) -> list[int]:
         """The first and last half of ``room`` tokens: instructions and question stay, the middle is dropped."""

@@ -133,7 +133,8 @@ def _plan(host: Host, grid: Grid) -> tuple[list[list[Job]], list[str]]:
 
 
 def _draw(host: Host, grid: Grid, task: Task, length: int, seed: int, depth: float | None) -> Sample:
-    return make_sample(task, length - host.overhead, seed, host.count, depth=depth, decode=grid.decode)
+    room = length - host.overhead
+    return make_sample(task, room, seed, host.count, depth=depth, decode=grid.decode, chat=host.chat)
 
 
 def _same_texts(host: Host, grid: Grid, file: RecordFile) -> None:
@@ -158,7 +159,7 @@ def _key(job: Job) -> Key:
 
 
 def _hash(sample: Sample) -> str:
-    text = "".join((sample.prompt, sample.lead, sample.reply, sample.second, sample.opening))
+    text = "".join((sample.prompt, sample.lead, sample.reply, sample.second, sample.opening, sample.begins))
     if sample.question is not None:  # nor may anything that scores depend on differ
         text += repr(sample.question)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -75,6 +75,7 @@ class Sample:
         opening: How the scored answer begins, if its beginning is not left to the model.
         question: The question of a file, which says how it is scored; ``None`` for generated ones.
         text: Index of the text in this file.
+        begins: How a chat model's answer begins; see :class:`~snapstream.evaluation.tasks.text.Question`.
     """
 
     task: str
@@ -89,6 +90,7 @@ class Sample:
     opening: str = ""
     question: FileQuestion | None = None
     text: int = 0
+    begins: str = ""
 
 
 TASKS: dict[str, Task] = {
@@ -179,7 +181,14 @@ def find_tasks(names: list[str]) -> list[Task]:
 
 
 def make_sample(
-    task: Task, length: int, seed: int, count: Count, *, depth: float | None = None, decode: int = 2048
+    task: Task,
+    length: int,
+    seed: int,
+    count: Count,
+    *,
+    depth: float | None = None,
+    decode: int = 2048,
+    chat: bool = False,
 ) -> Sample:
     """Draw one sample.
 
@@ -190,6 +199,7 @@ def make_sample(
         count: Counts tokens of a text.
         depth: Depth of the answer in the text, 0 to 1; drawn if not given.
         decode: Tokens between prompt and question of a ``long`` or ``told`` follow-up.
+        chat: Whether it is for a chat model.
 
     Raises:
         TooShortError: The length is too short for the task.
@@ -202,7 +212,8 @@ def make_sample(
         asked = made.questions[0]
         first = made.questions[1] if task.follow_up in ("late", "told") else asked
         prompt = made.text + first.ask
-        over = count(prompt + first.lead) - length
+        begins = asked.begins if chat else ""
+        over = count(prompt + first.lead) + count(begins) - length
         room -= max(over, 0)
     reply, second = "", ""
     if task.follow_up == "late":
@@ -218,7 +229,8 @@ def make_sample(
             pieces.insert(rng.randrange(len(pieces) // 2 + 1), made.told)
             pieces.insert(0, first.answer)
         reply, second = "".join(pieces), asked.ask
-    return Sample(task.name, seed, prompt, first.lead, reply, second, asked.answer, asked.parts, asked.rivals)
+    parts = asked.answer, asked.parts, asked.rivals
+    return Sample(task.name, seed, prompt, first.lead, reply, second, *parts, begins=begins)
 
 
 def _cut(text: str, room: int, count: Count) -> str:

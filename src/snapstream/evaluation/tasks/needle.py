@@ -26,7 +26,8 @@ def _values(rng: random.Random, number: int) -> list[str]:
 
 
 def _single(key: str, value: str, values: list[str]) -> Question:
-    return Question(f" Recall the note for {key}:", "", f" {value}.", (value,), others(values, (value,)))
+    begins = f"Note for {key}:"
+    return Question(f" Recall the note for {key}:", "", f" {value}.", (value,), others(values, (value,)), begins)
 
 
 def _distractors(room: int) -> int:
@@ -73,13 +74,14 @@ def multivalue(rng: random.Random, room: int, count: Count, depth: float | None)
     number = _distractors(room)
     keys, values = rng.sample(ANIMALS, 1 + number), _values(rng, VALUES + number)
     places = sorted(depths(rng, VALUES, depth))
-    ask = f" Recall the {VALUES} notes for {keys[0]}:"
+    ask, begins = f" Recall the {VALUES} notes for {keys[0]}:", f"{VALUES} notes for {keys[0]}:"
     hidden = [_note(keys[0], value) for value in values[:VALUES]]
     hidden += [_note(key, value) for key, value in zip(keys[1:], values[VALUES:], strict=True)]
     places += depths(rng, number, None)
     body = hide(rng, room - count(HEADER) - count(ask), count, filler, list(zip(places, hidden, strict=True)))
     wanted = tuple(values[:VALUES])
-    return TaskText(HEADER + body, (Question(ask, "", f" {', '.join(wanted)}.", wanted, others(values, wanted)),))
+    question = Question(ask, "", f" {', '.join(wanted)}.", wanted, others(values, wanted), begins)
+    return TaskText(HEADER + body, (question,))
 
 
 def multiquery(rng: random.Random, room: int, count: Count, depth: float | None) -> TaskText:

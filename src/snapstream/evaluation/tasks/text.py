@@ -25,6 +25,8 @@ class Question:
         parts: What must be found in the model's output, each as a whole word or number, for it to be right.
         rivals: Other answers that the text might suggest. Of the parts and rivals in the output, the parts must come
             first, so an output that copies half of the text is not right.
+        begins: How the answer of a chat model begins. The question ends with these words, too, for base models to
+            continue; without them, chat models answer that they cannot help.
     """
 
     ask: str
@@ -32,6 +34,7 @@ class Question:
     answer: str
     parts: tuple[str, ...]
     rivals: tuple[str, ...] = ()
+    begins: str = ""
 
 
 @dataclass(frozen=True, slots=True)
