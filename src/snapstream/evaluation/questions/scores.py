@@ -65,7 +65,8 @@ def choice(scoring: Scoring, output: str) -> float:
 
 def chosen(scoring: Scoring, output: str) -> set[str]:
     """The letters that an output chooses."""
-    allowed = LETTERS[: len(scoring.choices) or max(8, *(LETTERS.index(letter) + 1 for letter in scoring.answers))]
+    most = len(scoring.choices) or max(8, LETTERS.index(max(scoring.answers)) + 1)
+    allowed = LETTERS[:most]
     for begin in (_LETTERS.match(output), _SENTENCE.search(output)):
         letters = set(re.findall("[A-Z]", begin[1])) if begin else set()
         if letters and letters <= set(allowed):
