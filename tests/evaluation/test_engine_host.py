@@ -163,8 +163,8 @@ def test_a_chat_template_lays_out_both_turns():
 
 def test_a_chat_model_continues_the_words_before_the_answer():
     """In its own turn, as it does not continue the user's; in a second turn, they are decoded."""
-    prompts, begun = Prompts(Characters(), chat=True), replace(SAMPLE, lead="", begins="Note:")
-    once = replace(begun, second="", reply="")
+    prompts, begun = Prompts(Characters(), chat=True), replace(SAMPLE, lead="", opening="Note:")
+    once = replace(begun, second="", reply="", opening="", begins="Note:")
     assert "".join(prompts.first(once)) == "[user]Read this.[assistant]Note:"
     assert prompts.then(once) == []
     assert "".join(prompts.first(begun)) == "[user]Read this.[assistant]"

@@ -53,10 +53,12 @@ def test_prompts_have_the_asked_number_of_tokens(tokenizers, task):
 @pytest.mark.parametrize("name", ["needle", "multikey", "multivalue", "late-question"])
 def test_the_words_before_a_chat_models_answer_have_room(name):
     plain, chat = (make_sample(TASKS[name], 800, 3, words, chat=chat) for chat in (False, True))
-    assert plain.begins == ""
+    assert plain.begins == plain.opening == ""
     key = re.search(r"notes? for (\w+):$", chat.second or chat.prompt)[1]
-    assert chat.begins.endswith(f"for {key}:")
-    assert words(chat.prompt + chat.begins) <= 800
+    begins, other = (chat.opening, chat.begins) if chat.second else (chat.begins, chat.opening)
+    assert begins.endswith(f"for {key}:")
+    assert other == ""
+    assert words(chat.prompt + begins) <= 800
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)

@@ -112,8 +112,8 @@ class Prompts:
         if not self.chat:
             between = "\n" if sample.opening and not sample.second else ""
             return list(self.tokenizer.encode(sample.prompt + sample.lead + between))
-        begins = "" if sample.second else sample.begins
-        text = self._render([{"role": "user", "content": sample.prompt}]) + (sample.lead.lstrip() or begins)
+        begins = sample.lead.lstrip() or sample.begins
+        text = self._render([{"role": "user", "content": sample.prompt}]) + begins
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def then(self, sample: Sample) -> list[int]:
@@ -138,8 +138,7 @@ class Prompts:
 
     def opening(self, sample: Sample) -> list[int]:
         """Tokens that the scored answer begins with."""
-        opening = sample.opening or (sample.begins if sample.second else "")
-        return list(self.tokenizer.encode(opening, add_special_tokens=False)) if opening else []
+        return list(self.tokenizer.encode(sample.opening, add_special_tokens=False)) if sample.opening else []
 
     def truncated(self, tokens: list[int], room: int) -> list[int]:
         """The first and last half of ``room`` tokens: instructions and question stay, the middle is dropped."""

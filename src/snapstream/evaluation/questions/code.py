@@ -70,7 +70,8 @@ def program(scoring: Scoring, output: str) -> str:
     written = blocks[-1] if blocks else output
     continues = not blocks and written.lstrip("\n")[:1].isspace()
     if wanted is not None and wanted.search(written) and not continues:
-        written = written if blocks else _code_of(written)
+        if not blocks:
+            written = _code_of(written)
         # Imports and helpers above the head stay; the head itself is there again.
         written = f"{scoring.program[: heads[-1].start()]}\n{written}"
     else:

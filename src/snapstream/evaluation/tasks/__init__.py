@@ -75,7 +75,8 @@ class Sample:
         opening: How the scored answer begins, if its beginning is not left to the model.
         question: The question of a file, which says how it is scored; ``None`` for generated ones.
         text: Index of the text in this file.
-        begins: How a chat model's answer begins; see :class:`~snapstream.evaluation.tasks.text.Question`.
+        begins: How a chat model's answer to the prompt begins; see
+            :class:`~snapstream.evaluation.tasks.text.Question`. In a second turn, that is the ``opening``.
     """
 
     task: str
@@ -230,7 +231,8 @@ def make_sample(
             pieces.insert(0, first.answer)
         reply, second = "".join(pieces), asked.ask
     parts = asked.answer, asked.parts, asked.rivals
-    return Sample(task.name, seed, prompt, first.lead, reply, second, *parts, begins=begins)
+    opening, begins = (begins, "") if second else ("", begins)
+    return Sample(task.name, seed, prompt, first.lead, reply, second, *parts, opening=opening, begins=begins)
 
 
 def _cut(text: str, room: int, count: Count) -> str:
