@@ -215,7 +215,8 @@ def naive_select(
     sink = list(range(min(budget.sink, length)))
     places = budget.top_k - naive_given_later(budget)
     fits = length <= budget.capacity  # nothing is dropped
-    number = min(max(length - budget.recent, end) - budget.sink, places) if fits else places
+    wanted = max(length - budget.recent, end) if budget.ring == "paper" else length
+    number = min(wanted - budget.sink, places) if fits else places
     if fits and end <= budget.sink + number:  # nothing is chosen
         best = list(range(budget.sink, budget.sink + max(number, 0)))
     else:

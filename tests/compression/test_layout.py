@@ -48,6 +48,15 @@ def test_ring_holds_what_the_naive_cache_holds(budget, length, decoded):
     assert {i: entries[i] for i in pinned_before} == pinned_before
 
 
+@given(st.integers(16, 300), st.integers(1, 300), st.sampled_from(["spans", "mixed", "snapstream", "keydiff"]))
+def test_a_prompt_that_leaves_room_for_recent_tokens_is_never_overwritten(capacity, length, policy):
+    budget = CacheBudget.preset(policy, capacity)
+    layout = lay_out(length, budget)
+    assert layout.base == max(budget.sink, min(length, capacity - budget.recent))
+    assert layout.limit == capacity
+    assert not layout.selects or length > capacity
+
+
 @pytest.mark.parametrize("ring", ["elastic", "paper"])
 def test_nothing_is_lost_before_capacity_only_if_elastic(ring):
     budget = CacheBudget(sink=4, recent=16, top_k=12, window=8, ring=ring)
@@ -58,8 +67,10 @@ def test_nothing_is_lost_before_capacity_only_if_elastic(ring):
 def test_boundaries_by_hand():
     budget = CacheBudget(sink=4, recent=16, top_k=12, window=8)
     assert astuple(lay_out(1, budget))[2:5] == (4, 1, 32)
-    assert astuple(lay_out(20, budget))[2:5] == (4, 20, 32)
-    assert astuple(lay_out(21, budget))[2:5] == (5, 21, 32)
+    assert astuple(lay_out(5, budget))[2:5] == (5, 5, 32)
+    assert astuple(lay_out(15, budget))[2:5] == (15, 15, 32)
+    assert astuple(lay_out(16, budget))[2:5] == (16, 16, 32)
+    assert astuple(lay_out(17, budget))[2:5] == (16, 17, 32)
     assert astuple(lay_out(32, budget))[2:5] == (16, 32, 32)
     assert astuple(lay_out(33, budget))[2:5] == (16, 32, 32)
     assert lay_out(33, budget).dropped == 1

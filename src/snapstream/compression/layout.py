@@ -92,8 +92,9 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: 
     pinned_end = last_end(budget.pin, length) if pinned_end is None else pinned_end
     if not budget.top_k:  # there are no places for them
         pinned_end = 0
-    # Tokens are put below the ring for their pins, too: the ring would overwrite them.
-    wanted = max(length - budget.recent, pinned_end) - budget.sink
+    # An elastic ring leaves places to the prompt as long as there are any: a long answer would overwrite its end, which
+    # is the question. Tokens are put below the paper's ring for their pins alone.
+    wanted = (max(length - budget.recent, pinned_end) if budget.ring == "paper" else length) - budget.sink
     pinned = min(max(wanted, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
