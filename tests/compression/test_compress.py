@@ -147,7 +147,8 @@ def test_equal_scores_go_to_the_earlier_token(levels, seed):
     budget = CacheBudget(sink=2, recent=10, top_k=9, window=1)
     length = len(levels) + 12
     scores = {p + 2: level * 0.25 for p, level in enumerate(levels)}
-    table = torch.full((1, 1, length), -1.0)
+    table = torch.zeros(1, 1, length)
+    table[..., :2] = -1.0
     for p, score in scores.items():
         table[0, 0, p] = score
     layout = lay_out(length, budget)

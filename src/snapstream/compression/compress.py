@@ -20,14 +20,14 @@ from snapstream.operators import Operator
 def select_entries(scores: Tensor, layout: LayoutTensors, *, sink: int, top_k: int, capacity: int) -> Tensor:
     """Choose the prompt position of every cache entry.
 
-    Sinks come first, then the best-scored candidates in prompt order, then the last of all other tokens in prompt
+    Sinks come first, then the best-scored tokens in prompt order, then the last of all other tokens in prompt
     order. Ties always go to the earlier token.
 
     Args:
-        scores: float32 ``[B, N, L]``, non-negative for candidates and negative for all other tokens.
+        scores: float32 ``[B, N, L]``, negative for sinks and padding, non-negative for all other tokens.
         layout: Layout of each sequence.
         sink: Sinks (``S``).
-        top_k: Maximum number of candidates kept (``K``); the layout determines the actual number.
+        top_k: Maximum number of tokens kept for their scores (``K``); the layout determines the actual number.
         capacity: Cache entries (``C``).
 
     Returns:
@@ -118,7 +118,9 @@ def choose_entries(
                 f"{tuple(votes.shape)}; expected {tuple(votes.shape[-3:])} of torch.float32"
             )
         scores = torch.where(scores > 0, scores, 0.0)  # select_entries() compares bits: no negative zero, no NaN
-    scores = scores.masked_fill(~is_candidate, -1.0)
+    # Recent tokens come last: a prompt that fits may have places for them, too.
+    is_after_sinks = candidate_mask(keys, layout.length, prompt.sink)
+    scores = scores.masked_fill(~is_candidate, 0.0).masked_fill(~is_after_sinks, -1.0)
     if prompt.pinned is not None:
         most, compete = most_pinned(budget), prompt.pins_compete
         scores = prefer_pinned(scores, prompt.pinned, layout, sink=budget.sink, most=most, compete=compete)

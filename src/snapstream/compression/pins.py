@@ -83,7 +83,7 @@ def prefer_pinned(
     """Raise the scores of pinned tokens above all others.
 
     Args:
-        scores: float32 ``[B, N, L]``, non-negative for candidates and negative for all other tokens.
+        scores: Scores for :func:`~snapstream.compression.compress.select_entries`, ``[B, N, L]``.
         levels: int8 ``[B, N or 1, L]``; see :func:`pinned_levels`.
         layout: Layout of each sequence.
         sink: Sinks (``S``).
@@ -91,13 +91,9 @@ def prefer_pinned(
         compete: Whether there may be tokens of the level :data:`SCORED`.
 
     Returns:
-        Scores for :func:`~snapstream.compression.compress.select_entries`. All tokens after the sinks are candidates
-        now: a pinned token that is recent must not be overwritten.
+        The same with pinned tokens raised, recent ones as well: the ring must not overwrite them.
     """
-    position = torch.arange(scores.shape[-1], device=scores.device)
-    can_be_kept = (position >= sink) & (position < layout.length[:, None, None])
-    scores = torch.where(can_be_kept, scores.clamp(min=0.0), -1.0)
-    is_pinned, limits = (levels > 0) & can_be_kept, torch.finfo(scores.dtype)
+    is_pinned, limits = (levels > 0) & (scores >= 0), torch.finfo(scores.dtype)
     if not compete:
         return scores.masked_fill(is_pinned, limits.max)
     own = torch.where(levels == WHOLE, limits.max, scores.clamp(min=limits.tiny)).masked_fill(~is_pinned, 0.0)

@@ -8,6 +8,7 @@ pooled along the sequence (paper, equation 3 and listing 6). A policy may take t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ def votes_and_largest_shares(
 ) -> Tensor:
     """Votes of a short window and the largest shares of a long one, from the same pass over the keys.
 
-    A share is the attention that a query pays to a candidate, divided by what it pays to all candidates.
+    A share is the attention that a query pays to a candidate, divided by what it pays to all candidates. For shares, the
+    candidates end before the short window: the last tokens attend to each other most of all.
 
     Args:
         queries: As for :func:`observation_votes`, and so is what is not listed here; as many as the longer window has.
@@ -88,7 +90,7 @@ def votes_and_largest_shares(
         scale: Factor on the logits.
         cap: Soft cap of the logits; 0 for none.
         sinks: One extra logit per head.
-        normalize: Softmax of the votes.
+        normalize: Softmax of the votes. ``candidates`` are those for shares.
         summed: Queries whose attention is summed.
         largest: Queries of whose shares the largest is taken.
         key_chunk: Keys scored at once.
@@ -97,8 +99,10 @@ def votes_and_largest_shares(
         float32 ``[2, B, N, L]``, both averaged over the ``G`` query heads of a group.
     """
     rows = queries.shape[2]  # a prompt may have fewer
+    of_shares = replace(layout, candidate_end=torch.minimum(layout.candidate_end, layout.length - summed))
     summed, largest = min(summed, rows), min(largest, rows)
-    votes = _attention(queries, keys, layout, scale, cap, sinks, sink, normalize == "all", summed, largest, key_chunk)
+    kinds = (normalize == "all", summed, largest)
+    votes = _attention(queries, keys, of_shares, scale, cap, sinks, sink, *kinds, key_chunk)
     return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
 
 
@@ -187,8 +191,8 @@ def plain_window_attention(
         sinks: One extra logit per head, without a value, float32 ``[H]``; only in softmaxes over everything.
 
     Returns:
-        float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees. With
-        shares, only candidates count; what others have is undefined.
+        float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees, and for
+        those outside a softmax.
     """
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]

@@ -37,8 +37,8 @@ def check_votes(
     assert got.dtype == torch.float32
     assert got.shape == want.shape
     for b, length in enumerate(lengths):
-        counts = slice(sink, int(candidate_end[b])) if largest else slice(0, length)
-        torch.testing.assert_close(got[:, b, :, counts], want[:, b, :, counts].float(), rtol=1e-4, atol=1e-6)
+        mine = (slice(None), b, slice(None), slice(length))
+        torch.testing.assert_close(got[mine], want[mine].float(), rtol=1e-4, atol=1e-6)
         assert (got[:, b, :, length:] == 0).all()
 
 
@@ -101,8 +101,8 @@ def test_the_choice_is_the_same_with_ties(length, sink, recent, top_k, levels, r
     scores = random(2, 3, length, seed=seed, dtype=torch.float32).abs()
     scores = (scores * levels).round() / levels
     at = torch.arange(length, device=DEVICE)
-    is_candidate = (at >= sink) & (at < layout.candidate_end[:, None])
-    scores = scores.masked_fill(~is_candidate[:, None], -1.0)
+    scores = scores.masked_fill((at >= layout.candidate_end[:, None])[:, None], 0.0)
+    scores = scores.masked_fill(((at < sink) | (at >= layout.length[:, None]))[:, None], -1.0)
     arguments = (layout.base, layout.count, layout.length, budget.sink, budget.top_k, budget.capacity)
     got = select.select_entries(scores, *arguments)
     assert torch.equal(got, plain_selected(scores, *arguments))

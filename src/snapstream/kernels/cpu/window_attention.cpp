@@ -139,6 +139,7 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
 }
 
 // The mean over the heads of a group of the largest share of each head, and of its sums from the query `first_summed` on.
+// If the softmax of sums runs over everything, all tokens have sums, but only the candidates have shares.
 // A vector of rows belongs to one head, whose tiles follow each other; `most` collects the logarithms of shares, as only
 // the largest is needed.
 template <typename K>
@@ -148,27 +149,29 @@ void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* 
     const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
     const int64_t first = std::clamp<int64_t>(w.candidates - block, 0, keys);
     const int64_t end = std::clamp(w.candidates_end - block, first, keys);
+    const int64_t first_sum = w.everything ? 0 : first, end_of_sums = w.everything ? keys : end;
     float *sums_out = sums + head * votes_head + block, *shares_out = shares + head * votes_head + block;
     for (int64_t row = from, next; row < until; row = next) {
       next = std::min(until, (row / w.stride + 1) * w.stride);
       if (row % w.stride == 0) std::fill(most, most + BLOCK, LOWEST);
       const int64_t summed = row + std::clamp<int64_t>(first_summed - row % w.stride, 0, next - row) / LANES * LANES;
-      for (int64_t key = first; key < end; ++key) {
+      for (int64_t key = first_sum; key < end_of_sums; ++key) {
+        const bool has_share = key >= first && key < end;
         const auto logits = [&](int64_t i) {
           const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
           const vec s = w.logits(scores + key * QUERIES + i - from);
           return select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST);
         };
         vec highest = vec{} + LOWEST, total = {};
-        for (int64_t i = row; i < summed; i += LANES) {
+        for (int64_t i = row; i < (has_share ? summed : row); i += LANES) {
           highest = larger(highest, logits(i) - load(&w.share_normalizer[head * width + i]));
         }
         for (int64_t i = summed; i < next; i += LANES) {
           const vec s = logits(i);
-          highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
+          if (has_share) highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
           total += exp_nonpositive(s - load(&w.sum_normalizer[head * width + i]));
         }
-        most[key] = std::max(most[key], largest(highest));
+        if (has_share) most[key] = std::max(most[key], largest(highest));
         if (summed < next) sums_out[key] += sum(total) * part;
       }
       if (next % w.stride != 0) continue;

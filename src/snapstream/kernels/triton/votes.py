@@ -87,7 +87,7 @@ def _reduce(
     query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink,
     summed, largest,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EVERYTHING: tl.constexpr,
 ):  # fmt: skip
     both = tl.program_id(1).to(tl.int64)
     sequence, head = both // KV_HEADS, both % KV_HEADS
@@ -120,7 +120,8 @@ def _reduce(
     # What a softmax over the candidates leaves out may have overflowed.
     is_candidate = (position >= sink) & (position < candidate_end)
     if summed > 0:
-        total = tl.where((sink < 0) | is_candidate, total, 0.0)
+        if not EVERYTHING:
+            total = tl.where(is_candidate, total, 0.0)
         tl.store(sums + both * entries + position, total / GROUP, mask=position < entries)
     if largest > 0:
         result = tl.where(is_candidate, result, 0.0)
@@ -204,7 +205,7 @@ def window_attention(
     _reduce[(-(-L // tile["KEYS"]), B * N)](
         queries, keys, length, first_voter, candidate_end, of_sums, of_shares, votes[0], votes[-1], scale,
         cap or None, *strides,
-        L, W, stride, -1 if whole and not largest else sink, summed, largest, **shape, **tile,
+        L, W, stride, sink, summed, largest, **shape, EVERYTHING=whole, **tile,
     )  # fmt: skip
     return votes
 
