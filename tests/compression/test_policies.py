@@ -211,6 +211,21 @@ def test_what_follows_a_name_is_kept_whole():
     assert not kept["snapstream"] >= wanted
 
 
+@pytest.mark.parametrize("voter", [2985, 2995])
+def test_what_the_question_attends_to_is_pinned_even_if_it_is_recent(voter):
+    """One of many voters looks for the token at 2,970, which the ring would evict as one of the first."""
+    keys, queries = torch.zeros(1, 1, 3000, 8), torch.zeros(1, 1, 3000, 8)
+    keys[0, 0, 2970, 0] = queries[0, 0, voter, 0] = 20.0
+    parts, pinned = {"queries": queries, "keys": keys, "values": keys}, {}
+    for name in ("spans", "snapstream"):
+        budget = CacheBudget.preset(name, 256)
+        layout = lay_out(3000, budget)
+        chosen = choose(parts, [layout], budget)[0, 0]
+        assert 2970 in chosen.tolist()
+        pinned[name] = 2970 in chosen[: layout.base].tolist()
+    assert pinned == {"spans": True, "snapstream": False}
+
+
 def test_what_is_no_policy_is_refused():
     for name, message in [
         ("nobody's", 'unknown policy "nobody\'s"; allowed: full, streaming'),

@@ -43,8 +43,8 @@ class CacheBudget:
             ring of recent tokens (``R``).
         top_k: Prompt tokens that the policy selects (``K``): between sinks and recent tokens or, if it
             :attr:`~Policy.pins_recent`, among all tokens after the sinks.
-        ring: ``elastic``: entries that top-K does not need extend the ring, so nothing is dropped before the cache is
-            full. ``paper``: the ring always has ``recent`` entries. ``resnap``: like ``elastic``, and about once per
+        ring: ``elastic``: entries that the prompt does not need extend the ring, so nothing is dropped before the cache
+            is full. ``paper``: the ring always has ``recent`` entries. ``resnap``: like ``elastic``, and about once per
             turn of the ring, its entries compete for a quarter of the pinned places (built-in engine only).
         policy: Selects the ``top_k`` tokens; has settings of its own (:mod:`snapstream.compression.policies`).
         pin: Spans of the prompt that are kept whatever the policy says, as many as fit into half of the ``top_k``
