@@ -79,8 +79,8 @@ def votes_and_largest_shares(
 ) -> Tensor:
     """Votes of a short window and the largest shares of a long one, from the same pass over the keys.
 
-    A share is the attention that a query pays to a candidate, divided by what it pays to all candidates. For shares, the
-    candidates end before the short window: the last tokens attend to each other most of all.
+    A share is the attention that a query pays to a candidate, divided by what it pays to all candidates. For shares,
+    the candidates end before the short window: the last tokens attend to each other most of all.
 
     Args:
         queries: As for :func:`observation_votes`, and so is what is not listed here; as many as the longer window has.
@@ -191,8 +191,8 @@ def plain_window_attention(
         sinks: One extra logit per head, without a value, float32 ``[H]``; only in softmaxes over everything.
 
     Returns:
-        float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees, and for
-        those outside a softmax.
+        float32 ``[kinds, B, N, L]``, sums first, averaged over a group's heads; 0 for tokens that no voter sees or that
+        the softmax leaves out.
     """
     B, H, W, D = queries.shape
     N, L = keys.shape[1], keys.shape[2]

@@ -36,7 +36,7 @@ class Spans(WindowVotes):
     For spans, the window is longer, and a token's vote is the largest share of attention that any of its queries pays
     to it. A sum would be diluted by all the queries that ask for nothing: words of the template, or of a long question.
 
-    The question itself is among the recent tokens, which a long answer evicts first. They are therefore candidates, too.
+    A long answer would evict the question first, as it is among the recent tokens. So these are candidates, too.
     docs/experiments.md describes the measurements.
 
     Attributes:
