@@ -102,15 +102,16 @@ def naive_attention_votes(
     queries, keys = queries.double(), keys.double()
     candidates = naive_candidates(length, budget)
     voters = [p for p in range(length - window, length) if p >= first_voter]
-    end = length - budget.policy.window if largest else length
+    over_all = not largest and getattr(budget.policy, "normalize", "all") == "all"
+    shares_end = length - budget.policy.window if budget.policy.name == "spans" else length
     votes = dict.fromkeys(candidates, 0.0)
     for head in range(queries.shape[0]):
         of_head = dict.fromkeys(candidates, 0.0)
         for voter in voters:
             seen, sink = list(range(voter + 1)), -math.inf if sinks is None else float(sinks[head])
-            if largest or getattr(budget.policy, "normalize", "all") == "candidates":
+            if not over_all:
                 sink = -math.inf
-                seen = [p for p in candidates if p <= voter and p < end]
+                seen = [p for p in candidates if p <= voter and p < shares_end]
             logits = {p: float(queries[head, voter] @ keys[p]) / math.sqrt(dim) for p in seen}
             logits = {p: cap * math.tanh(x / cap) if cap else x for p, x in logits.items()}
             top = max(*logits.values(), sink) if logits else 0.0

@@ -79,15 +79,15 @@ def _attention(logits, normalizers, row, is_row, votes):
 
 # One tensor holds both kinds of votes, so the second one may start at any address; likewise below.
 @triton.jit(
-    do_not_specialize=["entries", "window", "stride", "sink", "summed", "largest"],
+    do_not_specialize=["entries", "window", "stride", "sink", "summed", "largest", "everything"],
     do_not_specialize_on_alignment=["sums", "shares"],
 )
 def _reduce(
     queries, keys, lengths, first_voters, candidate_ends, of_sums, of_shares, sums, shares, scale, cap,
     query_sequence, query_head, query_row, key_sequence, key_head, key_row, entries, window, stride, sink,
-    summed, largest,
+    summed, largest, everything,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, EVERYTHING: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     both = tl.program_id(1).to(tl.int64)
     sequence, head = both // KV_HEADS, both % KV_HEADS
@@ -120,8 +120,7 @@ def _reduce(
     # What a softmax over the candidates leaves out may have overflowed.
     is_candidate = (position >= sink) & (position < candidate_end)
     if summed > 0:
-        if not EVERYTHING:
-            total = tl.where(is_candidate, total, 0.0)
+        total = tl.where((everything != 0) | is_candidate, total, 0.0)
         tl.store(sums + both * entries + position, total / GROUP, mask=position < entries)
     if largest > 0:
         result = tl.where(is_candidate, result, 0.0)
@@ -205,7 +204,7 @@ def window_attention(
     _reduce[(-(-L // tile["KEYS"]), B * N)](
         queries, keys, length, first_voter, candidate_end, of_sums, of_shares, votes[0], votes[-1], scale,
         cap or None, *strides,
-        L, W, stride, sink, summed, largest, **shape, EVERYTHING=whole, **tile,
+        L, W, stride, sink, summed, largest, int(whole), **shape, **tile,
     )  # fmt: skip
     return votes
 
