@@ -68,11 +68,8 @@ SUPPORTED = {
     "OLMo 3": ("olmo3", WINDOW, WINDOW_NOTE),
     "Cohere Command R": ("cohere", {}, ""),
     "Cohere Command R7B": ("cohere2", WINDOW, WINDOW_NOTE),
-    "Granite": (
-        "granite",
-        {"attention_multiplier": 0.1},
-        "",
-    ),  # with 1.0, most shares of attention are almost 0, and tie
+    # With its default of 1.0, most shares of attention are almost 0, and their averages tie.
+    "Granite": ("granite", {"attention_multiplier": 0.1}, ""),
     "SmolLM3": ("smollm3", {}, ""),
     "StarCoder2": ("starcoder2", {"sliding_window": None}, "without a window in its configuration"),
     "StableLM": ("stablelm", {}, ""),
