@@ -97,7 +97,7 @@ def test_what_every_policy_keeps(name, length):
 @pytest.mark.parametrize("name", OWN + OTHERS)
 def test_votes_of_a_batch_are_those_of_each(name):
     budget = CacheBudget.preset(name, 48)
-    lengths = [150, 90]
+    lengths = [150, 90, 47, 33]  # the last two fit
     both = [layer(n, 150, seed=n, queries=32 if budget.policy.queries != ALL else 150) for n in lengths]
     if budget.policy.queries == ALL:  # rows before the first token mean nothing
         for one, n in zip(both, lengths, strict=True):
@@ -106,6 +106,8 @@ def test_votes_of_a_batch_are_those_of_each(name):
     together = choose({part: torch.cat([one[part] for one in both]) for part in both[0]}, layouts, budget)
     for row, (one, layout) in enumerate(zip(both, layouts, strict=True)):
         assert torch.equal(together[row : row + 1], choose(one, [layout], budget))
+        if not layout.selects:
+            assert together[row, :, : layout.count].eq(torch.arange(layout.count)).all()
 
 
 @settings(deadline=None, max_examples=80)
@@ -122,7 +124,7 @@ def test_votes_of_a_batch_are_those_of_each(name):
 def test_choices_equal_the_oracle(name, length, padding, heads, capacity, ring, first_voter, seed):
     """In float64, from lists; what is padding holds NaN."""
     H, N = heads
-    budget = replace(CacheBudget.preset(name, capacity), ring=ring)
+    budget = replace(CacheBudget.preset(name, capacity), ring=ring, normalize=("all", "candidates")[seed // 2 % 2])
     if seed % 2:  # more voters than recent tokens, or than the cache has entries
         span, shift = (63, 3, 1)[seed % 3], (None, 16, 0)[seed // 3 % 3]
         budget = replace(budget, span=span, shift=shift, voters=64, key_turns=seed % 3)

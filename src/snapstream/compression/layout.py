@@ -36,7 +36,8 @@ class Layout:
 
     Attributes:
         length: Prompt tokens, 1 or more. A layout that is computed during decoding may count entries instead.
-        candidate_end: End of the evictable range ``[S, candidate_end)``, which is empty if this is not above ``S``.
+        candidate_end: End of the evictable range ``[S, candidate_end)``, which is empty if this is not above ``S``. It
+            may be below ``base`` if the prompt fits.
         base: First entry of the ring.
         count: Tokens stored: ``min(length, limit)`` at the end of prefill. Also the number of entries in use, as none
             has been overwritten yet.
@@ -93,7 +94,7 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: 
     if not budget.top_k:  # there are no places for them
         pinned_end = 0
     # An elastic ring leaves places to the prompt as long as there are any: a long answer would overwrite its end, which
-    # is the question. Tokens are put below the paper's ring for their pins alone.
+    # is the question. The paper's ring has all recent tokens, unless pins are among them.
     wanted = (max(length - budget.recent, pinned_end) if budget.ring == "paper" else length) - budget.sink
     pinned = min(max(wanted, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned

@@ -80,7 +80,7 @@ def votes_and_largest_shares(
     """Votes of a short window and the largest shares of a long one, from the same pass over the keys.
 
     A share is the attention that a query pays to a candidate, divided by what it pays to all candidates. For shares,
-    the candidates end before the short window: the last tokens attend to each other most of all.
+    the candidates end before the short window, whose tokens attend to each other most of all.
 
     Args:
         queries: As for :func:`observation_votes`, and so is what is not listed here; as many as the longer window has.

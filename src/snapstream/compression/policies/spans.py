@@ -43,7 +43,8 @@ class Spans(WindowVotes):
         span: Odd width of the average of votes for long spans; short ones are about half as wide.
         shift: How many tokens past its votes the middle of a long span is; of a short one, half as many. ``None``: a
             quarter of the span.
-        voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``.
+        voters: Last prompt tokens whose queries vote for spans; those for single tokens are the ``window``, and get no
+            votes for spans themselves.
         near: Block size in tokens; a key is compared with its own block and the two adjacent ones.
         key_turns: A key is taken every so many turns, or every turn where half of the candidates are kept; 0 for never.
     """
