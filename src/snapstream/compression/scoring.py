@@ -96,14 +96,14 @@ def votes_and_largest_shares(
         key_chunk: Keys scored at once.
 
     Returns:
-        float32 ``[2, B, N, L]``, both averaged over the ``G`` query heads of a group.
+        float32 ``[2, B, N, L]``, both averaged over the ``G`` query heads of a group. Tokens that are not candidates
+        may have votes, too.
     """
     rows = queries.shape[2]  # a prompt may have fewer
     of_shares = replace(layout, candidate_end=torch.minimum(layout.candidate_end, layout.length - summed))
     summed, largest = min(summed, rows), min(largest, rows)
     kinds = (normalize == "all", summed, largest)
-    votes = _attention(queries, keys, of_shares, scale, cap, sinks, sink, *kinds, key_chunk)
-    return votes.masked_fill(~candidate_mask(keys, layout.candidate_end, sink), 0.0)
+    return _attention(queries, keys, of_shares, scale, cap, sinks, sink, *kinds, key_chunk)
 
 
 def kept_attention(

@@ -156,22 +156,21 @@ void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* 
       if (row % w.stride == 0) std::fill(most, most + BLOCK, LOWEST);
       const int64_t summed = row + std::clamp<int64_t>(first_summed - row % w.stride, 0, next - row) / LANES * LANES;
       for (int64_t key = first_sum; key < end_of_sums; ++key) {
-        const bool has_share = key >= first && key < end;
         const auto logits = [&](int64_t i) {
           const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
           const vec s = w.logits(scores + key * QUERIES + i - from);
           return select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST);
         };
         vec highest = vec{} + LOWEST, total = {};
-        for (int64_t i = row; i < (has_share ? summed : row); i += LANES) {
+        for (int64_t i = row; i < summed; i += LANES) {
           highest = larger(highest, logits(i) - load(&w.share_normalizer[head * width + i]));
         }
         for (int64_t i = summed; i < next; i += LANES) {
           const vec s = logits(i);
-          if (has_share) highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
+          highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
           total += exp_nonpositive(s - load(&w.sum_normalizer[head * width + i]));
         }
-        if (has_share) most[key] = std::max(most[key], largest(highest));
+        most[key] = std::max(most[key], largest(highest));
         if (summed < next) sums_out[key] += sum(total) * part;
       }
       if (next % w.stride != 0) continue;
