@@ -151,9 +151,18 @@ def naive_in_turn(lists: list[dict[int, float]], every=(1, 1, 1)) -> dict[int, f
 
 
 def naive_candidates(length: int, budget) -> list[int]:
-    """Positions that may be pinned: in a prompt that does not fit, recent ones as well if the policy says so."""
-    pins_recent = budget.policy.pins_recent and length > budget.capacity
-    return list(range(budget.sink, length if pins_recent else length - budget.recent))
+    """Positions that may be pinned: where some would be in the ring, recent ones as well if the policy says so."""
+    return list(range(budget.sink, length if naive_selects_recent(length, budget) else length - budget.recent))
+
+
+def naive_selects_recent(length: int, budget) -> bool:
+    """Whether recent tokens are candidates. In the paper's ring, they never are if the prompt fits."""
+    places = budget.sink + budget.top_k - naive_given_later(budget)
+    return (
+        budget.policy.pins_recent
+        and budget.top_k > 0
+        and length > (budget.capacity if budget.ring == "paper" else places)
+    )
 
 
 def naive_pool(votes: dict[int, float], kernel: int, pooling: str = "avg", shift: int = 0) -> dict[int, float]:
@@ -219,7 +228,7 @@ def naive_select(
     fits = length <= budget.capacity  # nothing is dropped
     wanted = max(length - budget.recent, end) if budget.ring == "paper" else length
     number = min(wanted - budget.sink, places) if fits else places
-    if fits and end <= budget.sink + number:  # nothing is chosen
+    if fits and end <= budget.sink + number and not naive_selects_recent(length, budget):  # nothing is chosen
         best = list(range(budget.sink, budget.sink + max(number, 0)))
     else:
         every = dict.fromkeys(range(budget.sink, length), -math.inf) | scores if certain or competing else scores

@@ -54,7 +54,7 @@ def test_a_prompt_that_leaves_room_for_recent_tokens_is_never_overwritten(capaci
     layout = lay_out(length, budget)
     assert layout.base == max(budget.sink, min(length, capacity - budget.recent))
     assert layout.limit == capacity
-    assert not layout.selects or length > capacity
+    assert layout.selects == (length > (capacity - budget.recent if budget.policy.pins_recent else capacity))
 
 
 @pytest.mark.parametrize("ring", ["elastic", "paper"])

@@ -36,8 +36,8 @@ class Layout:
 
     Attributes:
         length: Prompt tokens, 1 or more. A layout that is computed during decoding may count entries instead.
-        candidate_end: End of the evictable range ``[S, candidate_end)``, which is empty if this is not above ``S``. It
-            may be below ``base`` if the prompt fits.
+        candidate_end: End of the evictable range ``[S, candidate_end)``, which is empty if this is not above ``S``.
+            Not above ``base`` if there is nothing to select.
         base: First entry of the ring.
         count: Tokens stored: ``min(length, limit)`` at the end of prefill. Also the number of entries in use, as none
             has been overwritten yet.
@@ -61,8 +61,8 @@ class Layout:
 
     @property
     def selects(self) -> bool:
-        """Whether entries are selected; otherwise, entry ``i`` is token ``i``."""
-        return self.dropped > 0 or self.pinned_end > self.base
+        """Whether entries are selected; otherwise, they are the last tokens, in order."""
+        return max(self.candidate_end, self.pinned_end) > self.base
 
     def turned_to(self, held: int) -> Layout:
         """The layout after its ``held`` entries were copied in order: pinned ones, then the ring, oldest first."""
@@ -99,9 +99,10 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: 
     pinned = min(max(wanted, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
-    # If the prompt fits, entry i is token i under every policy, except where a pin would be in the ring.
-    protected = 0 if budget.policy.pins_recent and length > limit else budget.recent
-    return Layout(length, max(length - protected, 0), base, min(length, limit), limit, first_voter, pinned_end)
+    # A policy that pins recent tokens also selects from a prompt that fits into the cache, but not below the ring.
+    selects_all = budget.policy.pins_recent and budget.top_k and length > (limit if budget.ring == "paper" else base)
+    candidate_end = length if selects_all else max(length - budget.recent, 0)
+    return Layout(length, candidate_end, base, min(length, limit), limit, first_voter, pinned_end)
 
 
 def lay_out_window(length: int, window: int) -> Layout:

@@ -1,6 +1,6 @@
 """A sequence in a paged cache: how many blocks it holds at which time, and which of them may be shared.
 
-A prompt that exceeds its budget is prefilled into its own blocks, as in stock vLLM. With its last chunk, blocks for the
+A prompt that is compressed is prefilled into its own blocks, as in stock vLLM. With its last chunk, blocks for the
 compressed cache are appended to its row of the block table::
 
     [ blocks of the prompt | blocks of the compressed cache ]
@@ -9,9 +9,10 @@ compressed cache are appended to its row of the block table::
 That step copies the kept entries, and afterwards the prompt's blocks return to the pool. Entries are copied out rather
 than compressed in place, because prefix caching may share the blocks with other requests.
 
-A prompt within its budget is not compressed, unless it has pins near its end. It grows in its own blocks until the
-cache is full, and from then on the ring overwrites entries. With prefix caching, it must not overwrite blocks that
-other requests read, so a full cache is copied out in the same way. Without prefix caching, it is overwritten in place.
+A prompt that leaves room for the ring is not compressed, and with some policies none is that fits, unless it has pins
+near its end. It grows in its own blocks until the cache is full, and from then on the ring overwrites entries. With
+prefix caching, it must not overwrite blocks that other requests read, so a full cache is copied out in the same way.
+Without prefix caching, it is overwritten in place.
 
 A cache that another instance has compressed arrives in its final form. There is nothing to prefill, copy out or share,
 so it has no blocks in front, and its ring overwrites in place.
@@ -55,7 +56,7 @@ class PageLayout:
 
     @property
     def compressed(self) -> bool:
-        """Whether entries are selected: the prompt exceeds its budget, or has pins where its ring would be."""
+        """Whether entries are selected, because the prompt does not fit or some of it would be in the ring."""
         return self.prompt.selects
 
     @property
