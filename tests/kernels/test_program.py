@@ -37,10 +37,17 @@ DRAFTED = (2, 0, 1, 1)
 INSTRUCTIONS = range(len(kernels.INSTRUCTIONS)) if kernels.available() else ()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+MANY_HEADS = {
+    "qwen3 of 10 heads a group": {"num_attention_heads": 20, "num_key_value_heads": 2},
+    "deepseek-v3 of 20 heads": {"num_attention_heads": 20, "num_key_value_heads": 20},
+}
+"""Where there are tile registers, attention of so many heads to one KV head is computed in them."""
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *MANY_HEADS])
 def checkpoint(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(path, request.param, **({} if request.param in LATENT else {"head_dim": 32}))
+    family, path = request.param.split()[0], tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    save_checkpoint(path, family, **({} if family in LATENT else {"head_dim": 32}), **MANY_HEADS.get(request.param, {}))
     return path
 
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <utility>
 
+#include "attention_tiles.h"
 #include "coded_attention.h"
 #include "step.h"
 
@@ -23,6 +24,9 @@ class AttentionOperations {
         most_spans = std::max(most_spans, s.p.slots * cache.kv_heads * splits_of(cache));
         most_heads = std::max(most_heads, cache.kv_heads);
         query_size = std::max(query_size, o.query.heads / cache.kv_heads * query_bytes(cache));
+#if defined(SNAPSTREAM_TILES)
+        if (in_tiles(o)) columns.fit(s.p.tokens * o.query.heads / cache.kv_heads, cache.size, o.target.size);
+#endif
         if (s.p.tokens > 1) block_size = std::max(block_size, ENTRIES * (cache.key_row + cache.value_row));
       }
       return 0;
@@ -32,6 +36,9 @@ class AttentionOperations {
     queries = scratch.reserve<char>(threads * s.p.tokens * query_size);
     blocks = scratch.reserve<uint8_t>(threads * block_size);
     state = scratch.reserve<float>(s.p.slots * s.p.tokens * states);
+#if defined(SNAPSTREAM_TILES)
+    columns.reserve(threads, scratch);
+#endif
   }
 
   // Allocates what a launch needs besides its scratch.
@@ -60,11 +67,18 @@ class AttentionOperations {
     const Cache& cache = cache_of(o);
     if (is_coded(cache.type)) {
       with_codes(cache.type, [&](auto k) {
-        with_codes(cache.value_type, [&](auto v) { attend(OfCodes<decltype(k), decltype(v)>(), o, begin, end, thread); });
+        with_codes(cache.value_type, [&](auto v) { attend<OneByOne<OfCodes<decltype(k), decltype(v)>>>(o, begin, end, thread); });
       });
-    } else {
-      with_arithmetic<T>(cache.type, s.p.instructions, [&](auto a) { attend(OfNumbers<decltype(a)>(), o, begin, end, thread); });
+      return;
     }
+#if defined(SNAPSTREAM_TILES)
+    if constexpr (std::is_same_v<T, bfloat16>)
+      if (in_tiles(o)) {
+        const TileSession session;
+        return attend<Together>(o, begin, end, thread);
+      }
+#endif
+    with_arithmetic<T>(cache.type, s.p.instructions, [&](auto a) { attend<OneByOne<OfNumbers<decltype(a)>>>(o, begin, end, thread); });
   }
 
  private:
@@ -73,6 +87,15 @@ class AttentionOperations {
   };
 
   const Cache& cache_of(const Attend& o) const { return s.p.caches[o.layer]; }
+
+  // Whether heads are multiplied in tile registers, which pay if many share a KV head. Tiles add up in another order, so that
+  // must depend neither on other slots nor on how many tokens a step reads.
+  bool in_tiles(const Attend& o) const {
+    constexpr int64_t HEADS_OF_VECTORS = 8;  // up to so many, vectors are as fast for one token
+    const Cache& cache = cache_of(o);
+    return std::is_same_v<T, bfloat16> && cache.type == BFLOAT16 && s.p.instructions == TILES &&
+           o.query.heads / cache.kv_heads > HEADS_OF_VECTORS;
+  }
 
   static int64_t splits_of(const Cache& cache) { return (cache.entries + SPLIT - 1) / SPLIT; }
 
@@ -130,71 +153,138 @@ class AttentionOperations {
     }
   };
 
-  template <typename Form>
-  void attend(Form, const Attend& o, int64_t begin, int64_t end, int64_t thread) {
+  // Rows of a slot whose heads are multiplied row by row.
+  template <typename F>
+  struct OneByOne {
+    using Form = F;
+    AttentionOperations& all;
+    const Attend& o;
+    const Span& span;
+    const Cache& cache = all.cache_of(o);
+    char* own;  // queries
+
+    OneByOne(AttentionOperations& all, const Attend& o, const Span& span, int64_t thread)
+        : all(all), o(o), span(span), own(all.queries + thread * all.s.p.tokens * all.query_size) {}
+
+    void begin(int64_t row) {
+      const int64_t group = o.query.heads / cache.kv_heads;
+      for (int64_t g = 0; g < group; ++g) {
+        clear_state(states(row) + g * state_size(o.target.size), o.target.size);
+        Form::prepare(o, cache, all.query_of(o, span, row, g), frame_of(cache, span.slot, span.head),
+                      own + row * all.query_size + g * Form::query_bytes(cache));
+      }
+    }
+
+    template <typename Seen>
+    void add(const Block& block, int64_t, int64_t first, int64_t end, const Seen& seen) {
+      for (int64_t row = first; row < end; ++row)
+        if (seen(row) > 0) Form::add(o, cache, own + row * all.query_size, block, seen(row), states(row));
+    }
+
+    void end(int64_t) {}
+
+   private:
+    float* states(int64_t row) { return all.state_of(o, span, row); }
+  };
+
+#if defined(SNAPSTREAM_TILES)
+  // Rows of a slot whose heads are multiplied together, in tile registers.
+  struct Together {
+    using Form = OfNumbers<Widened<bfloat16>>;
+    AttentionOperations& all;
+    const Attend& o;
+    const Span& span;
+    const Cache& cache = all.cache_of(o);
+    const int64_t group = o.query.heads / cache.kv_heads;
+    AttentionColumns own;
+
+    Together(AttentionOperations& all, const Attend& o, const Span& span, int64_t thread)
+        : all(all), o(o), span(span), own(all.columns.of(thread, cache.size, o.target.size)) {}
+
+    void begin(int64_t row) {
+      for (int64_t g = 0; g < group; ++g) own.begin(row * group + g, all.query_of(o, span, row, g));
+    }
+
+    template <typename Seen>
+    void add(const Block& block, int64_t count, int64_t first, int64_t end, const Seen& seen) {
+      const Entries<bfloat16> entries{reinterpret_cast<const bfloat16*>(block.keys), reinterpret_cast<const bfloat16*>(block.values),
+                                      cache.size, cache.size};
+      own.add(entries, count, first * group, end * group, static_cast<float>(o.scale), static_cast<float>(o.cap),
+              [&](int64_t column) { return seen(column / group); });
+    }
+
+    void end(int64_t row) {
+      std::copy_n(own.state(row * group), group * state_size(o.target.size), all.state_of(o, span, row));
+    }
+  };
+#endif
+
+  template <typename Rows>
+  void attend(const Attend& o, int64_t begin, int64_t end, int64_t thread) {
+    using Form = typename Rows::Form;
     const Cache& cache = cache_of(o);
     const int64_t group = o.query.heads / cache.kv_heads, width = state_size(o.target.size);
     const auto* sinks = static_cast<const float*>(o.sinks.data);
     for (int64_t i = begin; i < end; ++i) {
       const auto [slot, head, split] = spans[i];
-      const int64_t first = slot * s.p.tokens, end_of_rows = first + s.tokens_of(slot);
-      attend_span<Form>(o, spans[i], thread);
+      attend_span<Rows>(o, spans[i], thread);
       // The thread that finishes the last part of a head merges all parts, always in the same order.
       if (waiting[slot * cache.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) > 1) continue;
-      for (int64_t row = first; row < end_of_rows; ++row) {
-        const int64_t used = (s.sees(cache.group, row) + SPLIT - 1) / SPLIT;
+      for (int64_t row = 0; row < s.tokens_of(slot); ++row) {
+        const int64_t used = (s.sees(cache.group, slot * s.p.tokens + row) + SPLIT - 1) / SPLIT;
         for (int64_t g = 0; g < group; ++g) {
-          float* states = state_of(o, row, head, 0) + g * width;
+          float* states = state_of(o, {slot, head, 0}, row) + g * width;
           const Merged merged = merge_states(states, used, group * width, o.target.size, sinks ? sinks + head * group + g : nullptr);
-          Form::write(o, cache, states, merged.total, merged.sink, frame_of(cache, slot, head), at<T>(o.target, row, head * group + g));
+          Form::write(o, cache, states, merged.total, merged.sink, frame_of(cache, slot, head),
+                      at<T>(o.target, slot * s.p.tokens + row, head * group + g));
         }
       }
     }
   }
 
-  float* state_of(const Attend& o, int64_t row, int64_t head, int64_t split) {
+  // The query of a head of the group of a span, for a token of its slot.
+  const T* query_of(const Attend& o, const Span& span, int64_t row, int64_t g) const {
+    return at<T>(o.query, span.slot * s.p.tokens + row, span.head * (o.query.heads / cache_of(o).kv_heads) + g);
+  }
+
+  // The states of the heads of a span, for a token of its slot.
+  float* state_of(const Attend& o, const Span& span, int64_t row) {
     const Cache& cache = cache_of(o);
-    const int64_t group = o.query.heads / cache.kv_heads;
-    return state + ((row * cache.kv_heads + head) * splits_of(cache) + split) * group * state_size(o.target.size);
+    const int64_t group = o.query.heads / cache.kv_heads, head = (span.slot * s.p.tokens + row) * cache.kv_heads + span.head;
+    return state + (head * splits_of(cache) + span.split) * group * state_size(o.target.size);
   }
 
   // Adds the entries of a split to the states of all rows of its slot: a block of entries is read once for all of them.
-  template <typename Form>
+  template <typename Rows>
   void attend_span(const Attend& o, const Span& span, int64_t thread) {
     const Cache& cache = cache_of(o);
-    const auto [slot, head, split] = span;
-    const int64_t V = o.target.size, group = o.query.heads / cache.kv_heads;
-    const int64_t first_row = slot * s.p.tokens, rows = s.tokens_of(slot), begin = split * SPLIT;
-    char* own = queries + thread * s.p.tokens * query_size;
-    for (int64_t row = 0; row < rows; ++row) {
-      if (s.sees(cache.group, first_row + row) <= begin) continue;
-      float* states = state_of(o, first_row + row, head, split);
-      for (int64_t g = 0; g < group; ++g) {
-        clear_state(states + g * state_size(V), V);
-        Form::prepare(o, cache, at<T>(o.query, first_row + row, head * group + g), frame_of(cache, slot, head),
-                      own + row * query_size + g * Form::query_bytes(cache));
-      }
-    }
-    const int64_t first = (slot * cache.kv_heads + head) * cache.entries;
+    const int64_t first_row = span.slot * s.p.tokens, rows = s.tokens_of(span.slot), begin = span.split * SPLIT;
+    Rows own(*this, o, span, thread);
+    for (int64_t row = 0; row < rows; ++row) own.begin(row);
+    const int64_t first = (span.slot * cache.kv_heads + span.head) * cache.entries;
     const auto *keys = static_cast<const uint8_t*>(cache.keys), *values = static_cast<const uint8_t*>(cache.values);
     const int64_t last = std::min(begin + SPLIT, s.sees(cache.group, first_row + rows - 1));
     for (int64_t entry = begin; entry < last; entry += ENTRIES) {
       Block block{keys + (first + entry) * cache.key_row, values + (first + entry) * cache.value_row};
-      bool copied = false;
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t n = std::min(last, s.sees(cache.group, first_row + row)) - entry;
-        if (n <= 0) continue;
-        // Uncertain tokens are not in the cache yet: a row sees the block as it will be once the row is stored.
-        if (s.p.tokens > 1) {
-          const int64_t place = s.place(cache.group, first_row + row) - entry;
-          if (place >= 0 && place < ENTRIES) {
-            if (!std::exchange(copied, true)) block = copy_of(cache, block, std::min(ENTRIES, last - entry), thread);
-            store_pending(cache, first_row + row, head, place, thread);
-          }
+      const int64_t count = std::min(ENTRIES, last - entry);
+      const auto seen = [&](int64_t row) { return std::min(count, s.sees(cache.group, first_row + row) - entry); };
+      const auto place = [&](int64_t row) { return s.place(cache.group, first_row + row) - entry; };
+      const auto is_stored_here = [&](int64_t row) { return place(row) >= 0 && place(row) < ENTRIES; };
+      int64_t added = 0;
+      // Uncertain tokens are not in the cache yet: a row sees the block as it will be once the row is stored.
+      if (s.p.tokens > 1) {
+        bool copied = false;
+        for (int64_t row = 0; row < rows; ++row) {
+          if (!is_stored_here(row)) continue;
+          if (row > added) own.add(block, count, added, row, seen);
+          if (!std::exchange(copied, true)) block = copy_of(cache, block, count, thread);
+          store_pending(cache, first_row + row, span.head, place(row), thread);
+          added = row;
         }
-        Form::add(o, cache, own + row * query_size, block, std::min(ENTRIES, n), state_of(o, first_row + row, head, split));
       }
+      own.add(block, count, added, rows, seen);
     }
+    for (int64_t row = 0; row < rows; ++row) own.end(row);
   }
 
   // A thread's own copy of n entries, in which uncertain tokens are stored.
@@ -215,6 +305,9 @@ class AttentionOperations {
   int64_t most_spans = 0, most_heads = 0, query_size = 0, block_size = 0;
   char* queries = nullptr;    // per thread and token, in the form in which they are multiplied
   uint8_t* blocks = nullptr;  // per thread, keys and values of a block with pending ones, as the cache has them
+#if defined(SNAPSTREAM_TILES)
+  ColumnsMemory columns;      // per thread
+#endif
   float* state = nullptr;     // per row, KV head, split and head of its group
   std::unique_ptr<std::atomic<int64_t>[]> waiting;  // parts of each slot's KV head that are not done
   std::vector<Span> spans;

@@ -35,11 +35,12 @@ inline void transpose(vec_u32* v) {
   UNROLL for (int c = 0; c < 4; ++c) transpose_quarters(v[c], v[c + 4], v[c + 8], v[c + 12]);
 }
 
-// The first sixteen elements of each of sixteen rows, transposed.
+// The first COLUMNS elements of each of sixteen rows, transposed.
+template <int COLUMNS = LANES>
 inline void load_transposed(const void* const* rows, vec_u32* v) {
 #if defined(__AVX512F__)
   // Loads of four elements of four rows do the second half of the work: loading is cheaper than moving.
-  UNROLL for (int c = 0; c < 4; ++c) {
+  UNROLL for (int c = 0; c < COLUMNS / 4; ++c) {
     UNROLL for (int i = 0; i < 4; ++i) {
       const auto four = [&](int part) {
         return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i + 4 * part]) + c);
@@ -52,6 +53,7 @@ inline void load_transposed(const void* const* rows, vec_u32* v) {
     transpose_fours(v + 4 * c);
   }
 #else
+  static_assert(COLUMNS == LANES);
   UNROLL for (int i = 0; i < LANES; ++i) v[i] = load_as<vec_u32>(rows[i]);
   transpose(v);
 #endif
