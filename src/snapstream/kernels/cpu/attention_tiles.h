@@ -1,5 +1,5 @@
 // Attention of many heads to the entries of one KV head in tile registers. The heads of all tokens of a slot are columns, and
-// sixteen columns take hardly longer than three.
+// sixteen columns take about twice as long as three.
 #pragma once
 #include "decode_attention.h"
 #include "step.h"
