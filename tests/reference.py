@@ -260,7 +260,8 @@ def naive_renew(cache: NaiveCache, keys: dict[int, Tensor], budget, length: int,
     """
     newest, later = min(16, budget.recent // 2), naive_given_later(budget)
     waiting = 0 if budget.policy.pins_recent else budget.recent
-    first = budget.capacity if length <= budget.capacity else length + budget.recent + later - waiting
+    has_competed = length > budget.capacity or naive_selects_recent(length, budget)
+    first = length + budget.recent + later - waiting if has_competed else budget.capacity
     if position < first or (position - first) % (budget.recent - newest):
         return
     if position == first:

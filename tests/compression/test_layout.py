@@ -1,4 +1,4 @@
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -55,6 +55,8 @@ def test_a_prompt_that_leaves_room_for_recent_tokens_is_never_overwritten(capaci
     assert layout.base == max(budget.sink, min(length, capacity - budget.recent))
     assert layout.limit == capacity
     assert layout.selects == (length > (capacity - budget.recent if budget.policy.pins_recent else capacity))
+    renewed = lay_out(length, replace(budget, ring="resnap"))
+    assert renewed.selects == (length > (renewed.base if budget.policy.pins_recent else capacity))
 
 
 @pytest.mark.parametrize("ring", ["elastic", "paper"])

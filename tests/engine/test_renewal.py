@@ -29,7 +29,7 @@ def test_what_is_about_to_be_dropped_has_competed(length, policy):
     budget = replace(BUDGET, policy=BUDGET.policy if policy == "spans" else CacheBudget.preset(policy, 48).policy)
     layout = lay_out(length, budget)
     placement, renewals = Placement.of_prompt(layout, budget), 0
-    competed = layout.candidate_end if layout.dropped else layout.base  # tokens before this one
+    competed = layout.candidate_end if layout.selects else layout.base  # tokens before this one
     for decoded in range(300):
         count, ring = placement.count(decoded), placement.layout.limit - placement.layout.base
         full = count >= placement.layout.limit

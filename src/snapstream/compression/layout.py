@@ -99,9 +99,13 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: 
     pinned = min(max(wanted, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
-    # A policy that pins recent tokens also selects from a prompt that fits into the cache, but not below the ring.
-    selects_all = budget.policy.pins_recent and budget.top_k and length > (limit if budget.ring == "paper" else base)
-    candidate_end = length if selects_all else max(length - budget.recent, 0)
+    # A policy that pins recent tokens also selects among those of a prompt that fits, if not all of it can be pinned. The
+    # paper's ring always holds the recent tokens.
+    if budget.policy.pins_recent and budget.top_k and length > (limit if budget.ring == "paper" else base):
+        candidate_end = length
+    else:
+        candidate_end = max(length - budget.recent, 0)
+        candidate_end = candidate_end if length > limit else min(candidate_end, base)
     return Layout(length, candidate_end, base, min(length, limit), limit, first_voter, pinned_end)
 
 

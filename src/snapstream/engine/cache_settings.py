@@ -124,7 +124,7 @@ def choose_budget(budget: CacheBudget | int | str | None, max_model_len: int) ->
     ``None`` means a cache for ``max_model_len`` tokens, so nothing is dropped. Requests can still ask for less.
     """
     if budget is None:
-        return CacheBudget.of(max_model_len)
+        return CacheBudget.preset("full", max_model_len)
     try:
         parsed = CacheBudget.parse(budget)
     except ConfigurationError as error:

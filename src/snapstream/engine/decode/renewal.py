@@ -47,7 +47,7 @@ class Placement:
     @classmethod
     def of_prompt(cls, layout: Layout, budget: CacheBudget, positions: Sequence[Tensor] = ()) -> Placement:
         """Placement after prefill; entries that fit without a selection have not competed."""
-        waiting = layout.length - layout.candidate_end if layout.dropped else layout.count - layout.base
+        waiting = layout.length - layout.candidate_end if layout.selects else layout.count - layout.base
         return cls(layout, max(budget.sink, min(layout.base, budget.fixed)), waiting, positions=positions)
 
     def count(self, decoded: int) -> int:

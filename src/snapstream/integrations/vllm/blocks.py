@@ -121,6 +121,7 @@ class SnapStreamBlockManager(FullAttentionManager):
                 shares=self.enable_caching,
                 arrives=arriving is not None,
                 drafts=self.kv_cache_spec.drafts,
+                generated=0 if arriving else request.num_tokens - request.num_prompt_tokens,
             )
         return self.layouts[request.request_id]
 
@@ -143,7 +144,11 @@ class SnapStreamBlockManager(FullAttentionManager):
         is_longer = layout.blocks(num_tokens) > len(self.req_to_blocks.get(request_id, ()))
         if layout.compressed and layout.has_moved(num_tokens) and is_longer:  # happens once per prompt
             prompts, dropped, blocks = self.counters
-            self.counters = (prompts + 1, dropped + layout.prompt.dropped, blocks + layout.front_blocks)
+            self.counters = (
+                prompts + (layout.prompt.dropped > 0),
+                dropped + layout.prompt.dropped,
+                blocks + layout.front_blocks,
+            )
         return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def allocate_external_computed_blocks(

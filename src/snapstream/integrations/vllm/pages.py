@@ -9,10 +9,10 @@ compressed cache are appended to its row of the block table::
 That step copies the kept entries, and afterwards the prompt's blocks return to the pool. Entries are copied out rather
 than compressed in place, because prefix caching may share the blocks with other requests.
 
-A prompt that leaves room for the ring is not compressed, and with some policies none is that fits, unless it has pins
-near its end. It grows in its own blocks until the cache is full, and from then on the ring overwrites entries. With
-prefix caching, it must not overwrite blocks that other requests read, so a full cache is copied out in the same way.
-Without prefix caching, it is overwritten in place.
+A prompt that leaves room for the ring is not compressed. Nor is any other that fits, under policies that do not pin
+recent tokens, unless it has pins near its end. It grows in its own blocks until the cache is full, and from then on the
+ring overwrites entries. With prefix caching, it must not overwrite blocks that other requests read, so a full cache is
+copied out in the same way. Without prefix caching, it is overwritten in place.
 
 A cache that another instance has compressed arrives in its final form. There is nothing to prefill, copy out or share,
 so it has no blocks in front, and its ring overwrites in place.
@@ -26,7 +26,7 @@ Scheduler and worker compute the same layout from the same numbers, so they need
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from snapstream.compression.layout import Layout, lay_out
@@ -56,7 +56,7 @@ class PageLayout:
 
     @property
     def compressed(self) -> bool:
-        """Whether entries are selected, because the prompt does not fit or some of it would be in the ring."""
+        """Whether entries are selected."""
         return self.prompt.selects
 
     @property
@@ -126,10 +126,24 @@ class PageLayout:
 
 
 def lay_out_pages(
-    length: int, budget: CacheBudget, block_size: int, *, shares: bool, arrives: bool = False, drafts: int = 0
+    length: int,
+    budget: CacheBudget,
+    block_size: int,
+    *,
+    shares: bool,
+    arrives: bool = False,
+    drafts: int = 0,
+    generated: int = 0,
 ) -> PageLayout:
-    """Plan the blocks of a sequence with ``length`` known tokens (1 or more)."""
-    return PageLayout(lay_out(length, budget), budget, block_size, shares, arrives, drafts)
+    """Plan the blocks of a sequence with ``length`` known tokens (1 or more).
+
+    The last ``generated`` tokens are not of the prompt: the request was preempted. If nothing was selected before,
+    nothing is while the sequence fits, and its answer stays the same.
+    """
+    layout = lay_out(length, budget)
+    if generated and not layout.dropped and not lay_out(length - generated, budget).selects:
+        layout = replace(layout, candidate_end=min(layout.candidate_end, layout.base))
+    return PageLayout(layout, budget, block_size, shares, arrives, drafts)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

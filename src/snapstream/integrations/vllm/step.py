@@ -349,9 +349,16 @@ class Sequences:
             move(block_size, sources, targets)
 
     def _lay_out(self, request_id: str, length: int, *, arrives: bool = False) -> None:
-        budget = self._prompts[request_id][1]
-        layout = lay_out_pages(length, budget, self.block_size, shares=self.shares, arrives=arrives, drafts=self.drafts)
-        self._layouts[request_id] = layout
+        prompt, budget = self._prompts[request_id]
+        self._layouts[request_id] = lay_out_pages(
+            length,
+            budget,
+            self.block_size,
+            shares=self.shares,
+            arrives=arrives,
+            drafts=self.drafts,
+            generated=0 if arrives else length - prompt,
+        )
 
 
 def _window(request_id: str, layout: PageLayout, row: int, start: int, stop: int, computed: int) -> Window:

@@ -1,5 +1,5 @@
-// Attention of many heads to the entries of one KV head in tile registers. The heads of all tokens of a slot are columns, and
-// sixteen columns take about twice as long as three.
+// Attention of many heads to the entries of one KV head in tile registers. The heads of all tokens of a slot are columns, of
+// which sixteen are multiplied at once.
 #pragma once
 #include "decode_attention.h"
 #include "step.h"
@@ -8,8 +8,8 @@
 #if defined(SNAPSTREAM_TILES)
 namespace snapstream {
 
-// Columns that attend to the entries of one KV head, in memory of one thread. The result of a column depends neither on the
-// other ones nor on their number, bit for bit.
+// Columns that attend to the entries of one KV head, in memory of one thread. As long as all entries are finite, the result of
+// a column depends neither on the other ones nor on their number, bit for bit.
 struct AttentionColumns {
   bfloat16* queries;  // packed as rows of TileProduct<LANES>
   float* states;      // see state_size()

@@ -23,10 +23,10 @@ class AttentionOperations {
         states = std::max(states, o.query.heads * splits_of(cache) * state_size(o.target.size));
         most_spans = std::max(most_spans, s.p.slots * cache.kv_heads * splits_of(cache));
         most_heads = std::max(most_heads, cache.kv_heads);
-        query_size = std::max(query_size, o.query.heads / cache.kv_heads * query_bytes(cache));
 #if defined(SNAPSTREAM_TILES)
         if (in_tiles(o)) columns.fit(s.p.tokens * o.query.heads / cache.kv_heads, cache.size, o.target.size);
 #endif
+        if (!in_tiles(o)) query_size = std::max(query_size, o.query.heads / cache.kv_heads * query_bytes(cache));
         if (s.p.tokens > 1) block_size = std::max(block_size, ENTRIES * (cache.key_row + cache.value_row));
       }
       return 0;
@@ -176,7 +176,7 @@ class AttentionOperations {
     }
 
     template <typename Seen>
-    void add(const Block& block, int64_t, int64_t first, int64_t end, const Seen& seen) {
+    void add(const Block& block, int64_t first, int64_t end, const Seen& seen) {
       for (int64_t row = first; row < end; ++row)
         if (seen(row) > 0) Form::add(o, cache, own + row * all.query_size, block, seen(row), states(row));
     }
@@ -205,8 +205,11 @@ class AttentionOperations {
       for (int64_t g = 0; g < group; ++g) own.begin(row * group + g, all.query_of(o, span, row, g));
     }
 
+    // All of these rows that see any entries see the same ones: memory behind those may hold anything.
     template <typename Seen>
-    void add(const Block& block, int64_t count, int64_t first, int64_t end, const Seen& seen) {
+    void add(const Block& block, int64_t first, int64_t end, const Seen& seen) {
+      const int64_t count = seen(end - 1);
+      if (count <= 0) return;
       const Entries<bfloat16> entries{reinterpret_cast<const bfloat16*>(block.keys), reinterpret_cast<const bfloat16*>(block.values),
                                       cache.size, cache.size};
       own.add(entries, count, first * group, end * group, static_cast<float>(o.scale), static_cast<float>(o.cap),
@@ -276,13 +279,13 @@ class AttentionOperations {
         bool copied = false;
         for (int64_t row = 0; row < rows; ++row) {
           if (!is_stored_here(row)) continue;
-          if (row > added) own.add(block, count, added, row, seen);
+          if (row > added) own.add(block, added, row, seen);
           if (!std::exchange(copied, true)) block = copy_of(cache, block, count, thread);
           store_pending(cache, first_row + row, span.head, place(row), thread);
           added = row;
         }
       }
-      own.add(block, count, added, rows, seen);
+      own.add(block, added, rows, seen);
     }
     for (int64_t row = 0; row < rows; ++row) own.end(row);
   }
