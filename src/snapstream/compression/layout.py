@@ -99,8 +99,8 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: 
     pinned = min(max(wanted, 0), budget.fixed - budget.sink)
     base = budget.sink + pinned
     limit = base + budget.recent if budget.ring == "paper" else budget.capacity
-    # A policy that pins recent tokens also selects among those of a prompt that fits, if not all of it can be pinned. The
-    # paper's ring always holds the recent tokens.
+    # A policy that pins recent tokens also selects among those of a prompt that fits, if not all of it can be pinned.
+    # The paper's ring always holds the recent tokens.
     if budget.policy.pins_recent and budget.top_k and length > (limit if budget.ring == "paper" else base):
         candidate_end = length
     else:

@@ -14,6 +14,7 @@ from tests.integrations.vllm.test_step import Metadata
 DRAFTS = 5
 BUDGETS = [
     CacheBudget(sink=3, recent=20, top_k=9, window=6),
+    CacheBudget(sink=3, recent=20, top_k=9, window=6, policy="snapstream"),  # selects from no prompt that fits
     CacheBudget(sink=3, recent=20, top_k=9, window=6, ring="paper"),
     CacheBudget(sink=2, recent=3, top_k=11, window=2, ring="paper"),  # a ring shorter than the drafts of a step
 ]
@@ -73,7 +74,8 @@ class Life:
         for window in step.windows:
             if self.layout.compressed:  # which ones does not matter here: those that a prompt of zeros would keep
                 assert window.stop <= self.length - computed
-                chosen = self.kept if window.last else []
+                unused = self.layout.copied_entries - len(self.kept)
+                chosen = [*self.kept, *[0] * unused] if window.last else []
             else:
                 chosen = range(self.layout.copied_entries)
             if window.last:
@@ -104,7 +106,7 @@ def visible(layout, tokens):
 
 
 @pytest.mark.parametrize(("manager", "kernel"), [(16, 16), (32, 16), (8, 8), (2, 2)])
-@pytest.mark.parametrize("budget", BUDGETS, ids=["elastic", "paper", "short ring"])
+@pytest.mark.parametrize("budget", BUDGETS, ids=["elastic", "elastic, snapstream", "paper", "short ring"])
 @pytest.mark.parametrize("shares", [True, False], ids=["shares", "alone"])
 @pytest.mark.parametrize("at_end", [True, False], ids=["at the end", "in the ring"])
 def test_a_life_with_drafts(manager, kernel, budget, shares, at_end):

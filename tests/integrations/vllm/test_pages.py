@@ -65,11 +65,23 @@ def test_a_long_prompt():
 
 def test_a_prompt_that_fits():
     """It grows to the full cache, which moves out of shared blocks before its ring turns."""
-    shared = lay_out_pages(100, CacheBudget(sink=4, recent=64, top_k=60), 32, shares=True)
+    budget = CacheBudget(sink=4, recent=64, top_k=60, policy="snapstream")
+    shared = lay_out_pages(100, budget, 32, shares=True)
     assert (shared.compressed, shared.front_blocks, shared.cache_blocks) == (False, 4, 4)
     assert [shared.blocks(n) for n in (96, 97, 127, 128, 5000)] == [3, 4, 4, 8, 8]
     assert [shared.shareable(n) for n in (100, 128, 129)] == [100, 128, 128]
     assert shared.reusable() == 99
-    alone = lay_out_pages(100, CacheBudget(sink=4, recent=64, top_k=60), 32, shares=False)
+    alone = lay_out_pages(100, budget, 32, shares=False)
     assert [alone.blocks(n) for n in (96, 97, 127, 128, 5000)] == [3, 4, 4, 4, 4]
     assert alone.front_blocks == alone.shareable(5000) == 0
+
+
+def test_a_prompt_that_leaves_no_room_for_the_ring():
+    """The default policy selects from it; not if it became that long by answers before a preemption."""
+    budget = CacheBudget(sink=4, recent=64, top_k=60)
+    layout = lay_out_pages(100, budget, 32, shares=True)
+    assert (layout.compressed, layout.prompt.dropped, layout.front_blocks, layout.cache_blocks) == (True, 0, 4, 4)
+    assert [layout.blocks(n) for n in (96, 97, 99, 100, 5000)] == [3, 4, 4, 8, 8]
+    resumed = [lay_out_pages(100, budget, 32, shares=True, generated=n) for n in (35, 36, 99)]
+    assert [each.compressed for each in resumed] == [True, False, False]
+    assert lay_out_pages(129, budget, 32, shares=True, generated=99).compressed

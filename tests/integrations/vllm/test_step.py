@@ -159,11 +159,12 @@ def test_requests_come_back_longer_and_with_their_own_budget():
 @pytest.mark.parametrize("manager", [8, 16])
 def test_a_full_cache_moves_once_and_only_where_blocks_are_shared(manager):
     """A prompt that fits is copied out in the step that fills its cache, be it prefill or decoding."""
-    limit = BUDGET.capacity
+    budget = dataclasses.replace(BUDGET, policy=CacheBudget.preset("snapstream", 32).policy)
+    limit = budget.capacity
     table = torch.tensor([random.Random(manager).sample(range(1, 999), 40)], dtype=torch.int32)
     for length in (1, 20, limit - 1, limit):
         for shares in (True, False):
-            sequences = Sequences(BUDGET, manager, shares=shares)
+            sequences = Sequences(budget, manager, shares=shares)
             sequences.admit("r", length, length, None)
             moved = []
             for computed in [0, *range(length, limit + 40)]:

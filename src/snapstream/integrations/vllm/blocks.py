@@ -143,12 +143,9 @@ class SnapStreamBlockManager(FullAttentionManager):
         layout = self.layouts[request_id]
         is_longer = layout.blocks(num_tokens) > len(self.req_to_blocks.get(request_id, ()))
         if layout.compressed and layout.has_moved(num_tokens) and is_longer:  # happens once per prompt
-            prompts, dropped, blocks = self.counters
-            self.counters = (
-                prompts + (layout.prompt.dropped > 0),
-                dropped + layout.prompt.dropped,
-                blocks + layout.front_blocks,
-            )
+            prompts, tokens, blocks = self.counters
+            dropped = layout.prompt.dropped
+            self.counters = (prompts + (dropped > 0), tokens + dropped, blocks + layout.front_blocks)
         return super().allocate_new_blocks(request_id, self._row_tokens(request_id, num_tokens), *args, **kwargs)
 
     def allocate_external_computed_blocks(
