@@ -290,6 +290,23 @@ def test_several_tokens_equal_one_after_the_other(checkpoint, dtype):
         assert torch.equal(many.buffers["logits"].view(len(rows), T, -1)[rows, t], single.buffers["logits"][rows])
 
 
+@torch.inference_mode()
+def test_entries_that_no_token_sees_may_hold_anything(checkpoint):
+    model = load(checkpoint, torch.bfloat16)
+    operations, clean = work(model, tokens=3, seed=1)
+    for instructions in INSTRUCTIONS:
+        one, other = copy.deepcopy(clean), copy.deepcopy(clean)
+        for cache, group in zip(other.caches, other.groups, strict=True):
+            for tensor in () if isinstance(cache, StateCache) else cache.tensors:
+                for slot, count in enumerate(other.slots.count[group].tolist()):
+                    tensor[slot, :, count:] = float("nan")
+        for m in (one, other):
+            CpuProgram(operations, m, instructions=instructions).run(1)
+        used = one.slots.used().flatten()
+        assert bool(one.buffers["logits"][used].isfinite().all())
+        assert torch.equal(one.buffers["logits"][used], other.buffers["logits"][used])
+
+
 def look_ahead(operations, single, steps):
     """The tokens that come next in each slot, ``[steps, B]``; nothing is changed."""
     ahead = copy.deepcopy(single)
