@@ -103,9 +103,8 @@ def lay_out(length: int, budget: CacheBudget, first_voter: int = 0, pinned_end: 
     # The paper's ring always holds the recent tokens.
     if budget.policy.pins_recent and budget.top_k and length > (limit if budget.ring == "paper" else base):
         candidate_end = length
-    else:
-        candidate_end = max(length - budget.recent, 0)
-        candidate_end = candidate_end if length > limit else min(candidate_end, base)
+    else:  # nothing is selected from a prompt that fits, except pins
+        candidate_end = min(max(length - budget.recent, 0), base if length <= limit else length)
     return Layout(length, candidate_end, base, min(length, limit), limit, first_voter, pinned_end)
 
 

@@ -17,8 +17,6 @@ struct AttentionColumns {
   bfloat16* keys;     // LANES rows for the last entries, behind which memory may end
   int64_t size, V;    // elements of a key, and of a value
 
-  static int64_t padded(int64_t columns) { return (columns + LANES - 1) / LANES * LANES; }
-
   float* state(int64_t column) { return states + column * state_size(V); }
 
   // Begins a column, after those before it.
@@ -32,7 +30,7 @@ struct AttentionColumns {
   template <typename Seen>
   void add(const Entries<bfloat16>& entries, int64_t count, int64_t first, int64_t end, float scale, float cap, const Seen& seen) {
     const int64_t begin = first / LANES * LANES;
-    std::fill_n(weights + begin * ENTRIES, (padded(end) - begin) * ENTRIES, bfloat16());
+    std::fill_n(weights + begin * ENTRIES, (round_up(end, LANES) - begin) * ENTRIES, bfloat16());
     for (int64_t group = begin; group < end; group += LANES) {
       alignas(64) float scores[LANES][ENTRIES];
       const int64_t stop = std::min<int64_t>(end, group + LANES);
@@ -66,10 +64,7 @@ struct AttentionColumns {
       for (int64_t n = 0; n < LANES; ++n) __builtin_prefetch(reinterpret_cast<const char*>(from) + n * bytes + AHEAD_BYTES, 0, 2);
     };
     finish_stores();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_tiles();
     for (int64_t k = 0; k < size; k += PAIR) {
       _tile_loadd(6, group + k * LANES, sizeof(vec));
       prefetch(rows[0] + k);
@@ -158,7 +153,7 @@ struct AttentionColumns {
 class ColumnsMemory {
  public:
   void fit(int64_t columns, int64_t size, int64_t V) {
-    columns = AttentionColumns::padded(columns);
+    columns = round_up(columns, LANES);
     queries = std::max(queries, columns * size), states = std::max(states, columns * state_size(V));
     weights = std::max(weights, columns * ENTRIES), keys = std::max(keys, LANES * size);
   }

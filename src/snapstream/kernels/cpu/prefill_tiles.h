@@ -15,8 +15,6 @@ namespace snapstream {
 constexpr int64_t BLOCK = 64;   // keys per tile; blocks begin at its multiples, whatever a chunk's start
 constexpr int64_t QUERIES = 32;  // rows of queries per tile
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 constexpr int COLUMNS = QUERIES / LANES;
 
 #if defined(__AVX512F__)
@@ -135,13 +133,6 @@ inline void load_tiles(const float* sums) {
   _tile_loadd(1, sums + LANES, QUERY_BYTES);
   _tile_loadd(2, sums + LANES * QUERIES, QUERY_BYTES);
   _tile_loadd(3, sums + LANES * QUERIES + LANES, QUERY_BYTES);
-}
-
-inline void clear_tiles() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
 }
 
 // Scores of `count` keys of `size` elements, with rows `stride` elements apart; `count`, `size`: multiples of 32.

@@ -32,7 +32,7 @@ class AttentionOperations {
       return 0;
     };
     for (int64_t i = 0; i < s.p.count; ++i) visit(s.p.operations[i], needs);
-    query_size = (query_size + 63) / 64 * 64, block_size = (block_size + 63) / 64 * 64;
+    query_size = round_up(query_size, 64), block_size = round_up(block_size, 64);
     queries = scratch.reserve<char>(threads * s.p.tokens * query_size);
     blocks = scratch.reserve<uint8_t>(threads * block_size);
     state = scratch.reserve<float>(s.p.slots * s.p.tokens * states);

@@ -15,6 +15,14 @@ struct TileConfiguration {
   void load() const { asm volatile("ldtilecfg %0" : : "m"(*this)); }
 };
 
+// Clears registers 0 to 3.
+inline void clear_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
 // Held while a thread uses tile registers.
 struct TileSession {
   explicit TileSession(const TileConfiguration& configuration = {}) { configuration.load(); }

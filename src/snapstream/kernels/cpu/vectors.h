@@ -21,6 +21,8 @@ using vec = Lanes<float, LANES>;
 using vec_u32 = Lanes<uint32_t, LANES>;
 using vec_i32 = Lanes<int32_t, LANES>;
 
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
 // The accumulators must live in registers, so every loop over them has to be unrolled.
 #define UNROLL _Pragma("GCC unroll 16")
 
