@@ -32,7 +32,7 @@ from benchmarks.transformers_model import read
 from snapstream.evaluation.hosts import Answer, Job, Prompts
 from snapstream.evaluation.lab import run_questions
 from snapstream.evaluation.policies import Variant, parse_sizes, split_names
-from snapstream.evaluation.questions.files import read_questions
+from snapstream.evaluation.questions.files import read_all_questions
 from snapstream.evaluation.questions.plan import HALVES, QuestionPlan
 from snapstream.evaluation.records import RecordFile
 from snapstream.evaluation.tasks import Task
@@ -186,7 +186,7 @@ def main() -> None:
     sizes = parse_sizes(arguments.budgets)
     variants = [Variant("full"), *(Variant(name, size) for name in contenders for size in sizes)]
     host = PressHost(arguments.model)
-    files = [read_questions(place) for place in arguments.questions]
+    files = read_all_questions(arguments.questions)
     plan = QuestionPlan(
         files, variants, host.prompts, samples=arguments.samples, half=arguments.half, longest=host.max_length
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.policies import Variant
-from snapstream.evaluation.questions.files import read_questions
+from snapstream.evaluation.questions.files import read_all_questions
 from snapstream.evaluation.questions.plan import QuestionPlan
 
 
@@ -24,7 +24,7 @@ def question_parser(about: str | None) -> argparse.ArgumentParser:
 def plan_of(arguments: argparse.Namespace, variants: Sequence[Variant], prompts: Prompts, longest: int) -> QuestionPlan:
     """The questions that were asked for, about sequences of at most ``longest`` tokens."""
     return QuestionPlan(
-        [read_questions(place) for place in arguments.questions],
+        read_all_questions(arguments.questions),
         variants,
         prompts,
         samples=arguments.samples,

@@ -1,6 +1,7 @@
 """Files of questions: what is read from them, how outputs are scored, and which questions are asked where."""
 
 import gzip
+import itertools
 import json
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from snapstream import ConfigurationError
 from snapstream.evaluation.hosts import Prompts
 from snapstream.evaluation.policies import Variant
 from snapstream.evaluation.questions import code
-from snapstream.evaluation.questions.files import read_questions
+from snapstream.evaluation.questions.files import read_all_questions, read_questions
 from snapstream.evaluation.questions.plan import QuestionPlan
 from snapstream.evaluation.questions.question import CHOICE_OPENING, Scoring
 from snapstream.evaluation.questions.scores import score
@@ -79,6 +80,7 @@ def test_the_documented_form(tmp_path, name):
         ([{"question": "a?", "score": "code"}], "line 1: code is scored by running it, but there is no 'test'"),
         ([{"question": "a?", "choices": ["b", "c"], "answers": "d"}], "'d' is neither one of the choices nor"),
         ([{"question": "a?", "choices": ["b", "c"], "answers": "C"}], "'C' is neither one of the choices nor"),
+        ([{"question": "a?", "choices": ["b"], "answers": "c", "score": "class"}], "a class that is none of the"),
         ([{"text": "a", "answers": "b", "questions": [{"answers": "c"}]}], "line 1: answers belong to a question"),
         ([{"questions": []}], "line 1: questions: List should have at least 1 item"),
         ([{"text": "a", "questions": [{"answers": "c"}, {"answers": ""}]}], "line 1: 1.2: 'answers' is missing"),
@@ -222,7 +224,7 @@ PUBLISHED = {
     "nq": (
         "lost-in-the-middle",
         {"question": "who?", "answers": ["he", "she"], "ctxs": [{"title": "T", "text": "It was he.", "isgold": True}]},
-        [("contains", ("he", "she"))],
+        [("phrase", ("he", "she"))],
     ),
     "hotpotqa": (
         "longbench",
@@ -364,6 +366,20 @@ def test_rulers_files_are_named_by_their_directory(tmp_path):
     assert made.texts[0].questions[0].opening == "It is"
 
 
+def test_files_of_one_name_are_told_apart_by_their_directories(tmp_path):
+    """RULER's generators write a task of every length to a path that ends alike."""
+    line, places = {"input": "x = 1\nWhich?", "outputs": ["x"]}, []
+    for length, task in itertools.product(("4096", "8192"), ("vt", "cwe")):
+        path = tmp_path / length / "data" / task / "validation.jsonl"
+        path.parent.mkdir(parents=True)
+        places.append("ruler:" + write(path, line))
+    files = read_all_questions(places)
+    assert [file.name for file in files] == ["vt-4096", "cwe-4096", "vt-8192", "cwe-8192"]
+    assert [file.texts[0].questions[0].max_tokens for file in files[:2]] == [30, 120]
+    assert [file.name for file in read_all_questions(places[:2])] == ["vt", "cwe"]
+    assert [file.name for file in read_all_questions(places[:1] * 2)] == ["vt", "vt"]
+
+
 @pytest.mark.parametrize(
     ("form", "fields", "message"),
     [
@@ -382,6 +398,15 @@ def test_a_line_that_is_not_of_its_form(tmp_path, form, fields, message):
     with pytest.raises(ConfigurationError, match=r"bad\.jsonl, line 1") as error:
         read_questions(f"{form}:" + write(tmp_path / "bad.jsonl", fields))
     assert message in str(error.value)
+
+
+def test_classes_of_longbench(tmp_path):
+    line = PUBLISHED["trec"][1] | {"all_classes": ["City", "Date"]}
+    (text,) = read_questions(write(tmp_path / "trec.jsonl", line)).texts
+    assert text.questions[0].scoring == Scoring("class", ("City",), ("City", "Date"))
+    assert "Date" not in text.questions[0].ask
+    with pytest.raises(ConfigurationError, match="is not a valid longbench question: an answer is none of its classes"):
+        read_questions(write(tmp_path / "trec.jsonl", line | {"answers": ["Town"]}))
 
 
 def test_what_models_continue_ends_with_its_line(tmp_path):
@@ -403,6 +428,16 @@ def test_what_models_continue_ends_with_its_line(tmp_path):
         ("contains", ["9"], "It is 9.", 1),
         ("contains", ["rich"], "Zürich", 0),
         ("contains", ["[6 15]"], "It prints [6 15].", 1),
+        ("contains", ["[6 15]"], "It prints [6, 15].", 1),
+        ("contains", ["[ 6. 15.]"], "array([6, 15.0])", 1),
+        ("contains", ["['a' 'b']"], 'It is ["a", "b"].', 1),
+        ("contains", ["[[1 2]\n [3 4]]"], "[[1, 2], [3, 4]]", 1),
+        ("contains", ["[6 15]"], "[61, 5] or [6, 15, 1]", 0),
+        ("contains", ["[1.5]"], "[1.55]", 0),
+        ("phrase", ["The Beatles"], "by Beatles, I think", 1),
+        ("phrase", ["U.S."], "The US.", 1),
+        ("phrase", ["he"], "the", 0),
+        ("phrase", ["The"], "nothing of the kind", 0),
         ("contains", ["5"], "It is -5.", 0),
         ("contains", ["-5"], "It is -5.", 1),
         ("contains", ["5"], "3-5", 1),
@@ -475,6 +510,26 @@ def test_scores(kind, answers, output, want):
 def test_choices(answers, output, want):
     choices = ("an egg", "a lamp", "a chair", "a cup")
     assert score(Scoring("choice", tuple(answers), choices), output) == want
+
+
+@pytest.mark.parametrize(
+    ("output", "want"),
+    [
+        ("City", 1),
+        ("It is a City.", 1),
+        ("Capital City", 1 / 2),
+        ("Date, City", 1 / 2),
+        ("Date, City, Capital City", 1 / 3),
+        ("Date", 0),
+        ("city", 0),
+        ("nothing", 0),
+    ],
+)
+def test_classes(output, want):
+    """The right class must be the only one; a model that lists them all has not chosen."""
+    scoring = Scoring("class", ("City",), ("Date", "City", "Capital City"))
+    assert score(scoring, output) == pytest.approx(want)
+    assert score(Scoring("class", ("Capital City",), scoring.choices), "Capital City") == 1
 
 
 def test_choices_that_the_question_lists():

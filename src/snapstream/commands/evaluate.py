@@ -262,7 +262,7 @@ def _read_files(
             )
         return None
     from snapstream.evaluation.questions.code import require_confinement
-    from snapstream.evaluation.questions.files import read_questions
+    from snapstream.evaluation.questions.files import read_all_questions
     from snapstream.evaluation.questions.plan import HALVES, PLACES, QuestionPlan
 
     stands = split_names(ask, "ask")
@@ -273,7 +273,7 @@ def _read_files(
         raise ConfigurationError(f"half: {half!r} is no half; allowed: {', '.join(HALVES)}")
     if run_code:
         require_confinement()
-    files = [read_questions(place) for place in places]
+    files = read_all_questions(places)
     return partial(QuestionPlan, files, samples=samples, half=half, places=stands, code=run_code)
 
 

@@ -6,8 +6,8 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -55,9 +55,7 @@ def read_questions(place: str) -> QuestionFile:
     Raises:
         ConfigurationError: There is no such file, it cannot be read, or a line is not a question.
     """
-    given, colon, rest = place.partition(":")
-    form = given if colon and given in (*FORMS, "snapstream") else None
-    where = rest if form else place
+    form, where = _split(place)
     path, name = (_fetch(where), where) if where.startswith(HUB) else (Path(where), str(Path(where).absolute()))
     lines = list(_lines(path))
     if not lines:
@@ -96,6 +94,33 @@ def read_questions(place: str) -> QuestionFile:
             raise ConfigurationError(f"{path}: two questions are named {question.name!r}; give each an 'id' of its own")
         seen.add(question.name)
     return made
+
+
+def read_all_questions(places: Sequence[str]) -> list[QuestionFile]:
+    """Read files of questions.
+
+    Files of one name, such as RULER's of several lengths, are named after the directories in which they differ, too.
+
+    Args:
+        places: As in :func:`read_questions`.
+
+    Raises:
+        ConfigurationError: As there.
+    """
+    files = [read_questions(place) for place in places]
+    parents = [PurePosixPath(_split(place)[1].replace("\\", "/")).parent.parts for place in places]
+    named = []
+    for file, own in zip(files, parents, strict=True):
+        others = [set(parts) for other, parts in zip(files, parents, strict=True) if other.name == file.name]
+        shared = set.intersection(*others)
+        named.append(replace(file, name="-".join([file.name, *(part for part in own if part not in shared)])))
+    return named
+
+
+def _split(place: str) -> tuple[str | None, str]:
+    """The form that is named before a path or an address, if any, and the path."""
+    given, _, rest = place.partition(":")
+    return (given, rest) if given in (*FORMS, "snapstream") and rest else (None, place)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -23,7 +23,7 @@ class QuestionFields(BaseModel):
         question: The question, appended to the text.
         answers: A right answer, or a list of them.
         choices: What to choose from. They are listed below the question, with letters; ``answers`` are letters, or
-            choices as they stand here.
+            choices as they stand here. Classes are not listed.
         score: How an output is scored; by default ``choice`` if there are choices, ``code`` if there is a test, and
             else ``contains``.
         opening: Words that the answer begins with.
@@ -112,9 +112,11 @@ def _question(fields: QuestionFields, where: str, name: str) -> Question:
         raise ConfigurationError(f"{where}: a stop string is empty")
     if kind == "choice":
         answers = [_letter(answer, fields.choices, where) for answer in answers]
+    if kind == "class" and not set(answers) <= set(fields.choices):
+        raise ConfigurationError(f"{where}: 'answers' has a class that is none of the 'choices'")
     return make_question(
         fields.id or name,
-        with_choices(fields.question, fields.choices),
+        fields.question if kind == "class" else with_choices(fields.question, fields.choices),
         Scoring(kind, tuple(answers), tuple(fields.choices), fields.program, fields.test),
         max_tokens=fields.max_tokens,
         opening=fields.opening,

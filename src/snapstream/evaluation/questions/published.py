@@ -52,6 +52,8 @@ def _question(
     listed = tuple(str(answer).strip() for answer in given)
     if not all(listed) or not listed:
         raise ValueError("an answer is missing")
+    if kind == "class" and not set(listed) <= set(choices):
+        raise ValueError("an answer is none of its classes")
     if kind == "choice":
         listed = tuple(answer.strip("() .").upper() for answer in listed)
         wrong = [answer for answer in listed if len(answer) != 1 or answer not in LETTERS[: len(choices) or None]]
@@ -166,7 +168,7 @@ def _lost_in_the_middle(fields: Fields, name: str, number: int) -> Text:
             f"Document [{at}] (Title: {one['title']}) {one['text']}" for at, one in enumerate(fields["ctxs"], 1)
         ]
         ask = f"Question: {fields['question']}\nAnswer with a name, a number or a phrase from these documents."
-        return Text("\n\n".join(documents), (_question(ask, "contains", fields["answers"], number),))
+        return Text("\n\n".join(documents), (_question(ask, "phrase", fields["answers"], number),))
     pairs = [(str(key), str(value)) for key, value in fields["ordered_kv_records"]]
     wanted = (fields["key"], fields["value"])
     if wanted not in pairs:
@@ -200,7 +202,10 @@ def _long_bench(fields: Fields, name: str, number: int) -> Text:
         ask = ask or "Summarize this text."
         return Text(text, (_question(ask, "rouge-l", answers, number, max_tokens=512),))
     if dataset in _EXAMPLES:
-        return Text(text, (_question(ask, _EXAMPLES[dataset], answers, number, max_tokens=128, stop=("\n",)),))
+        kind, classes = _EXAMPLES[dataset], tuple(fields.get("all_classes") or ())
+        kind = "class" if classes else kind
+        how: Fields = {"max_tokens": 128, "stop": ("\n",), "choices": classes}
+        return Text(text, (_question(ask, kind, answers, number, **how),))
     if dataset in _PARAGRAPHS:
         what, opening = _PARAGRAPHS[dataset]
         return Text(text, (_question(f"{what}\n{ask}", "number", answers, number, max_tokens=8, opening=opening),))
@@ -246,6 +251,10 @@ def _infinite_bench(fields: Fields, name: str, number: int) -> Text:
 # -- RULER, HumanEval -----------------------------------------------------------------------------------------------
 
 
+_RULER_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+"""RULER's maximum tokens of an answer, by how the task's name begins; 128 for needles, and if a name does not say."""
+
+
 def _ruler(fields: Fields, name: str, number: int) -> Text:
     """What RULER's generators write: ``input`` ends with the question, and asks for all of ``outputs``.
 
@@ -256,8 +265,9 @@ def _ruler(fields: Fields, name: str, number: int) -> Text:
     # The question-answering tasks accept any of several answers; all others need all of theirs.
     is_any = name.startswith("qa") or "based on the given documents" in given
     kind: Kind = "contains" if is_any else "contains-all"
+    most = next((most for begin, most in _RULER_TOKENS.items() if name.startswith(begin)), 128)
     opening = str(fields.get("answer_prefix") or "").strip()
-    return Text(text, (_question(ask.strip(), kind, fields["outputs"], number, max_tokens=128, opening=opening),))
+    return Text(text, (_question(ask.strip(), kind, fields["outputs"], number, max_tokens=most, opening=opening),))
 
 
 def _human_eval(fields: Fields, name: str, number: int) -> Text:

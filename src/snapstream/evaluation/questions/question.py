@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["contains", "contains-all", "equals", "number", "choice", "f1", "rouge-l", "similarity", "code"]
+Kind = Literal[
+    "contains", "contains-all", "phrase", "class", "equals", "number", "choice", "f1", "rouge-l", "similarity", "code"
+]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 CHOICE_OPENING = "The right choice is ("
@@ -24,7 +26,8 @@ class Scoring:
     Attributes:
         kind: :mod:`snapstream.evaluation.questions.scores` has what each kind means.
         answers: Right answers: any of them, or all of them for ``contains-all``; letters for ``choice``.
-        choices: Texts of the choices, in the order of their letters; may be empty if the question lists them.
+        choices: Texts of the choices, in the order of their letters; may be empty if the question lists them. For
+            ``class``, all classes.
         program: For ``code``: what the output continues, such as imports and the head of a function.
         test: For ``code``: code that is run behind the program, and raises an exception if it is wrong.
     """

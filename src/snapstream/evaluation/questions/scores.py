@@ -43,6 +43,23 @@ def contains_all(scoring: Scoring, output: str) -> float:
     return sum(_has(answer, output) for answer in scoring.answers) / len(scoring.answers)
 
 
+def phrase(scoring: Scoring, output: str) -> float:
+    """1 if the words of one of the answers follow each other; case, punctuation and articles do not matter."""
+    said = f" {' '.join(_words(output))} "
+    answers = (" ".join(_words(answer)) for answer in scoring.answers)
+    return float(any(answer and f" {answer} " in said for answer in answers))
+
+
+def class_(scoring: Scoring, output: str) -> float:
+    """1 if the right class is the only one that occurs, spelled alike; a half if it is one of two (LongBench).
+
+    Classes whose names are part of the right one's do not count.
+    """
+    occur = [one for one in scoring.choices if one in output]
+    right = [answer for answer in scoring.answers if answer in occur]
+    return max((1 / sum(one == answer or one not in answer for one in occur) for answer in right), default=0.0)
+
+
 def equals(scoring: Scoring, output: str) -> float:
     """1 if the output is one of the answers and nothing else, apart from spacing."""
     return float(any(equal(answer, output) for answer in scoring.answers))
@@ -130,9 +147,11 @@ def similarity(scoring: Scoring, output: str) -> float:
 def _has(answer: str, output: str) -> bool:
     """Whether an output has an answer as whole words; a number is not part of another one, such as 9 of 2.9 or of -9.
 
-    Scripts without spaces have no whole words. Commas between thousands do not matter.
+    Scripts without spaces have no whole words. Commas between thousands do not matter, nor does how arrays are printed.
     """
     answer = answer.strip()
+    if answer.startswith("["):
+        return _array(answer) in _array(output)
     if re.fullmatch(r"-?\d[\d,]*(\.\d+)?", answer):
         answer, output = (re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) for text in (answer, output))
     before = "" if re.match(f"[{_CHARACTERS}]", answer) else f"(?<!{_WORD})"
@@ -141,6 +160,13 @@ def _has(answer: str, output: str) -> bool:
     behind += r"(?![.,]\d)" if answer[-1:].isdigit() else ""
     words = r"\s+".join(map(re.escape, answer.split()))
     return re.search(before + words + behind, output, re.IGNORECASE) is not None
+
+
+def _array(text: str) -> str:
+    """A text whose arrays are printed alike: ``[6 15]`` for ``[6, 15]``, ``[ 6. 15.]`` and ``['6', '15']``."""
+    text = re.sub(r"['\",\s]+", " ", text)
+    text = re.sub(r"(?<=\d)\.0*(?!\d)", "", text)
+    return re.sub(r" ?([\[\]]) ?", r"\1", text)
 
 
 def _numbers(text: str) -> list[float]:
@@ -168,6 +194,8 @@ def _f1(right: list[str], said: list[str]) -> float:
 _SCORES: dict[str, Callable[[Scoring, str], float]] = {
     "contains": contains,
     "contains-all": contains_all,
+    "phrase": phrase,
+    "class": class_,
     "equals": equals,
     "number": number,
     "choice": choice,
