@@ -24,7 +24,9 @@ def loaded():
 
 
 def scores_of(generator, levels, *shape):
-    """Scores with ties: so many different ones."""
+    """Scores with ties: so many different ones; 0: of all sizes that a number can have."""
+    if levels == 0:
+        return torch.exp(torch.randn(*shape, generator=generator) * 40).clamp(max=3e38)
     return (torch.rand(*shape, generator=generator) * levels).round() / levels
 
 
@@ -34,7 +36,7 @@ def scores_of(generator, levels, *shape):
     sink=st.integers(0, 5),
     recent=st.integers(16, 40),
     top_k=st.integers(0, 90),
-    levels=st.sampled_from((1, 2, 7, 10**6)),
+    levels=st.sampled_from((0, 1, 2, 7, 10**6)),
     policy=st.sampled_from(("snapstream", "mixed", "spans")),
     ring=st.sampled_from(("elastic", "paper")),
     seed=st.integers(0, 99),
@@ -55,15 +57,16 @@ def test_the_choice_is_the_same_with_ties(length, sink, recent, top_k, levels, p
 @given(
     length=LENGTHS,
     kernel=st.sampled_from((1, 3, 7, 63, 511)),
+    shift=st.sampled_from((0, 0, 1, 16, 500)),
     largest=st.booleans(),
     start=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_smoothing_is_the_same_to_the_bit(length, kernel, largest, start, seed):
+def test_smoothing_is_the_same_to_the_bit(length, kernel, shift, largest, start, seed):
     """Or equal scores would not stay equal, and the choice another one; also of a part of a tensor."""
     votes = torch.rand(2, 3, length + start, generator=torch.Generator().manual_seed(seed))[..., start:]
-    got = on_threads(lambda: choice.smooth(votes, largest, kernel))
-    assert torch.equal(got, scoring.plain_smoothed(votes, largest, kernel))
+    got = on_threads(lambda: choice.smooth(votes, largest, kernel, shift))
+    assert torch.equal(got, scoring.plain_smoothed(votes, largest, kernel, shift))
 
 
 @settings(deadline=None, max_examples=150)
@@ -72,7 +75,7 @@ def test_smoothing_is_the_same_to_the_bit(length, kernel, largest, start, seed):
     lists=st.integers(1, 4),
     sink=st.integers(0, 5),
     most=st.integers(1, 400),
-    levels=st.sampled_from((1, 2, 7, 10**6)),
+    levels=st.sampled_from((0, 1, 2, 7, 10**6)),
     data=st.data(),
 )
 def test_places_are_the_same_with_ties(length, lists, sink, most, levels, data):
@@ -133,6 +136,26 @@ def test_padding_changes_nothing(near):
     assert not long[..., 1500:].any()
     long, short = (choice.take_in_turn([each, 1 - each], ONE.expand(2, 1), ends, 4, 300) for each in (long, short))
     assert torch.equal(long[..., :1500], short)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    heads=st.integers(1, 4),
+    size=st.sampled_from((1, 5, 64)),
+    length=st.integers(1, 300),
+    entries=st.integers(0, 300),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32, torch.uint8)),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_copied_as_in_plain_torch(heads, size, length, entries, dtype, seed):
+    """From a part of a buffer, to the first entries of a longer cache."""
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.randint(200, (heads, length + 3, size), generator=generator).to(dtype)[:, 1 : 1 + length]
+    positions = torch.randint(length, (heads, entries), generator=generator)
+    got, want = (torch.zeros(heads, entries + 2, size, dtype=dtype) for _ in range(2))
+    compression.copy_rows(source, positions, got[:, :entries])
+    compression.plain_copy_rows(source, positions, want[:, :entries])
+    assert torch.equal(got, want)
 
 
 def test_operations_choose_the_kernels(monkeypatch):

@@ -266,7 +266,7 @@ def random_votes(heads: int, length: int, *, seed: Tensor) -> Tensor:
     return counter_uniform(seed + head * 1_000_003, position)[None]
 
 
-def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
+def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int, shift: int = 0) -> Tensor:
     """Smooth votes along the sequence.
 
     Stride 1, same length, zeros beyond the ends of the candidate range; the average always divides by ``kernel``.
@@ -275,22 +275,23 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int) -> Tensor:
         votes: ``[B, N, L]``, 0 outside the candidates.
         pooling: ``avg`` or ``max``.
         kernel: Odd width; 1 leaves the votes unchanged.
+        shift: How many tokens the middle of a width comes before the token that gets its result; 0 or more.
 
     Returns:
         ``[B, N, L]``.
     """
-    if kernel == 1:
+    if kernel == 1 and shift == 0:
         return votes
-    return smoothed(votes, pooling == "max", kernel)
+    return smoothed(votes, pooling == "max", kernel, shift)
 
 
-def plain_smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+def plain_smoothed(votes: Tensor, largest: bool, kernel: int, shift: int) -> Tensor:
     """Average, or maximum if ``largest``, of the ``kernel`` votes around each vote; see :func:`pool_votes`."""
     length = votes.shape[-1]
-    padded = F.pad(votes, (kernel // 2, kernel // 2))
+    padded = F.pad(votes, (kernel // 2 + shift, kernel // 2))
     result = padded[..., :length].clone()  # shifts whole rows: torch's own pooling is slow on a CPU
-    for shift in range(1, kernel):
-        neighbours = padded[..., shift : shift + length]
+    for place in range(1, kernel):
+        neighbours = padded[..., place : place + length]
         if largest:
             torch.maximum(result, neighbours, out=result)
         else:

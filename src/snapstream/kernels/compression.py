@@ -67,15 +67,15 @@ def _taken_in_turn(lists: list[Tensor], *rest: Any) -> Tensor:
 
 
 @smoothed.register
-def _smoothed(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+def _smoothed(votes: Tensor, largest: bool, kernel: int, shift: int) -> Tensor:
     if triton.takes(votes):
         from snapstream.kernels.triton.votes import pool_votes
 
         with triton.current_device(votes.device):
-            return pool_votes(votes, largest, kernel)
+            return pool_votes(votes, largest, kernel, shift)
     if cpu.loaded and votes.is_cpu and votes.dtype == torch.float32:
-        return choice.smooth(votes, largest, kernel)
-    return plain_smoothed(votes, largest, kernel)
+        return choice.smooth(votes, largest, kernel, shift)
+    return plain_smoothed(votes, largest, kernel, shift)
 
 
 @selected.register
@@ -110,5 +110,8 @@ def _copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
 
         with triton.current_device(source.device):
             gather(source, positions, target)
+    elif source.is_cpu:  # copies whole rows, where torch's gather() copies single elements
+        for rows, chosen, to in zip(source, positions, target, strict=True):
+            torch.index_select(rows, 0, chosen, out=to)
     else:
         plain_copy_rows(source, positions, target)

@@ -103,7 +103,7 @@ def compile_kernels(dtype: torch.dtype, size: int, stored: torch.dtype) -> None:
     votes.window_attention(torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
     windows = (torch.zeros(1, H, 32, size, dtype=dtype), staging.keys, one, one, one, 0.1, 4, True, 16, 32)
     votes.window_attention(*windows, cap=5.0, sinks=sinks)
-    votes.pool_votes(torch.zeros(1, N, L), False, 7)
+    votes.pool_votes(torch.zeros(1, N, L), False, 7, 0)
     for near in (0, 32):
         differences.key_differences(staging.keys, one, 4, near)
     positions = select.select_entries(torch.zeros(1, N, L), one, one, one, 4, 100, 200)

@@ -77,12 +77,19 @@ def test_logits_that_overflow_without_care():
 
 
 @settings(deadline=None, max_examples=20)
-@given(length=st.integers(1, 3000), kernel=st.sampled_from((3, 7, 15)), largest=st.booleans(), seed=st.integers(0, 99))
-def test_smoothing_is_the_same_to_the_bit(length, kernel, largest, seed):
+@given(
+    length=st.integers(1, 3000),
+    kernel=st.sampled_from((3, 7, 15)),
+    shift=st.sampled_from((0, 1, 16)),
+    largest=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_smoothing_is_the_same_to_the_bit(length, kernel, shift, largest, seed):
     """Or equal scores would not stay equal, and the choice another one."""
     scores = random(1, 3, length, seed=seed, dtype=torch.float32).abs()
-    got = votes.pool_votes(scores, largest, kernel)
-    assert torch.equal(got.cpu(), plain_smoothed(scores.cpu(), largest, kernel))  # torch's average on CUDA is another
+    got = votes.pool_votes(scores, largest, kernel, shift)
+    expected = plain_smoothed(scores.cpu(), largest, kernel, shift)  # torch's average on CUDA is another
+    assert torch.equal(got.cpu(), expected)
 
 
 @settings(deadline=None, max_examples=25)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import override
 
 from snapstream.compression.keys import key_differences
@@ -126,17 +125,12 @@ class Spans(WindowVotes):
     def smooth(self, votes: Tensor, prompt: LayerPrompt) -> Tensor:
         tokens, spans, *keys = votes
         shift = (self.span + 1) // 4 if self.shift is None else self.shift
-        long, short = (self.span, shift), (self.span // 2 | 1, shift // 2)
-        lists = [super().smooth(tokens, prompt), _moved_average(spans, *long), _moved_average(spans, *short), *keys]
+        long = pool_votes(spans, pooling="avg", kernel=self.span, shift=shift)
+        short = pool_votes(spans, pooling="avg", kernel=self.span // 2 | 1, shift=shift // 2)
+        lists = [super().smooth(tokens, prompt), long, short, *keys]
         layout = prompt.layout
         every = [torch.ones_like(layout.base)] * 3
         if keys:
             keeps_half = 2 * (layout.base - prompt.sink) >= layout.candidate_end - prompt.sink
             every.append(torch.where(keeps_half, 1, self.key_turns))
         return take_in_turn(lists, layout, sink=prompt.sink, most=prompt.top_k, every=torch.stack(every))
-
-
-def _moved_average(votes: Tensor, width: int, shift: int) -> Tensor:
-    """Votes averaged over ``width`` tokens, whose middle is ``shift`` tokens before; shaped like ``votes``."""
-    # Padding makes room for votes that move past the last token.
-    return pool_votes(F.pad(votes, (shift, 0)), pooling="avg", kernel=width)[..., : votes.shape[-1]]

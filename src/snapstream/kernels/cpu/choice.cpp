@@ -20,52 +20,60 @@ int32_t bits_of(float score) {
   return bits;
 }
 
-// Tokens from the highest score to the lowest, with ties in token order: a radix sort, which is stable. The bits of
-// non-negative floats sort like the floats.
+// The tokens with the highest scores, with ties in token order. The bits of non-negative floats sort like the floats.
 class Order {
  public:
   explicit Order(int64_t length) : items(length), others(length) {}
 
-  // Sorts scores from .. end of a row.
-  void sort(const float* scores, int64_t from, int64_t end) {
-    for (auto& counts : starts) counts.fill(0);
-    for (int64_t at = from; at < end; ++at) {
-      const uint32_t key = 0x7FFFFFFFu - static_cast<uint32_t>(bits_of(scores[at]));
-      items.get()[at - from] = {key, static_cast<uint32_t>(at)};
-      for (int pass = 0; pass < PASSES; ++pass) ++starts[pass][digit(key, pass)];
+  // Sorts the best `most` of the scores from .. end of a row, and perhaps some more. Returns how many.
+  int64_t sort(const float* scores, int64_t from, int64_t end, int64_t most) {
+    // 1. A score that at least `most` reach, and not many more: bit by bit, from the first one.
+    int32_t reached = 0;
+    for (int32_t bit = 1 << 30; bit > 0; bit >>= 1) {
+      int32_t count = 0;
+      for (int64_t at = from; at < end; ++at) count += bits_of(scores[at]) >= (reached | bit);
+      if (count >= most) reached |= bit;
+      if (count >= most && count <= most + most / 4) break;
     }
-    const int64_t count = end - from;
-    for (int pass = 0; pass < PASSES; ++pass) {
+    // 2. Those that reach it, the highest first: a radix sort, which is stable.
+    int64_t count = 0;
+    for (int64_t at = from; at < end; ++at) {
+      const int32_t bits = bits_of(scores[at]);
+      items.get()[count] = {0x7FFFFFFFu - static_cast<uint32_t>(bits), static_cast<uint32_t>(at)};
+      count += bits >= reached;
+    }
+    for (int shift = 0; shift < 32; shift += BITS) {
+      std::array<uint32_t, 1 << BITS> starts{};
+      const auto digit = [&](int64_t i) { return items.get()[i].key >> shift & ((1u << BITS) - 1); };
+      for (int64_t i = 0; i < count; ++i) ++starts[digit(i)];
       uint32_t next = 0;
-      for (auto& start : starts[pass]) next += std::exchange(start, next);
-      const Item* here = items.get();
-      Item* there = others.get();
-      for (int64_t i = 0; i < count; ++i) there[starts[pass][digit(here[i].key, pass)]++] = here[i];
+      for (auto& start : starts) next += std::exchange(start, next);
+      for (int64_t i = 0; i < count; ++i) others.get()[starts[digit(i)]++] = items.get()[i];
       std::swap(items, others);
     }
+    return count;
   }
 
   uint32_t operator[](int64_t place) const { return items.get()[place].at; }
 
  private:
-  static constexpr int PASSES = 3, BITS = 11;
+  static constexpr int BITS = 8;
 
   struct Item {
     uint32_t key, at;
   };
 
-  static uint32_t digit(uint32_t key, int pass) { return key >> (pass * BITS) & ((1u << BITS) - 1); }
-
   Memory<Item> items, others;
-  std::array<std::array<uint32_t, 1 << BITS>, PASSES> starts;
 };
 
-// `padded` has room for the row, for the neighbors of its ends, and for a vector that begins within it.
+// What smooth() needs for a row, for the neighbors of its ends, and for a vector that begins within it.
+int64_t padded_length(const Smoothing& a) { return a.shift + a.length + a.width + LANES; }
+
 void smooth(const Smoothing& a, int64_t row, float* padded) {
-  const int64_t half = a.width / 2;
-  std::fill(padded, padded + half, 0.0f);
-  std::copy_n(a.votes + row * a.length, a.length, padded + half);
-  std::fill(padded + half + a.length, padded + a.length + a.width + LANES, 0.0f);
+  float* votes = padded + a.width / 2 + a.shift;
+  std::fill(padded, votes, 0.0f);
+  std::copy_n(a.votes + row * a.length, a.length, votes);
+  std::fill(votes + a.length, padded + padded_length(a), 0.0f);
   const vec width = vec{} + static_cast<float>(a.width);
   float* out = a.out + row * a.length;
   for (int64_t at = 0; at < a.length; at += LANES) {
@@ -84,9 +92,10 @@ void take_in_turn(const Lists& a, int64_t row, Order& order, float* best) {
   if (from >= end) return;
   std::fill(best + from, best + end, static_cast<float>(a.most));
   for (int64_t list = 0; list < a.lists; ++list) {
-    order.sort(a.scores[list] + row * a.length, from, end);
     const int64_t every = a.every[list * a.sequences + row / a.heads];
-    for (int64_t place = 0; place < std::min(a.most, end - from); ++place) {
+    const int64_t rounds = every > 1 ? (a.most + every - 1) / every : a.most;  // in which this list offers a token
+    const int64_t sorted = order.sort(a.scores[list] + row * a.length, from, end, std::min(rounds, end - from));
+    for (int64_t place = 0; place < std::min(rounds, sorted); ++place) {
       float& mine = best[order[place]];
       mine = std::min(mine, static_cast<float>(place * every));
     }
@@ -130,7 +139,7 @@ using namespace snapstream;
 EXPORT int64_t snapstream_smooth(const Smoothing* a, int64_t threads) {
   try {
     share_out(threads, a->rows, [a] {
-      return [a, padded = Memory<float>(a->length + a->width + LANES)](int64_t row) { smooth(*a, row, padded.get()); };
+      return [a, padded = Memory<float>(padded_length(*a))](int64_t row) { smooth(*a, row, padded.get()); };
     });
     return true;
   } catch (const std::bad_alloc&) {

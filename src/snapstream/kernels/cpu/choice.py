@@ -39,19 +39,26 @@ def key_differences(keys: Tensor, candidate_end: Tensor, sink: int, near: int, s
     return out
 
 
-def smooth(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+def smooth(votes: Tensor, largest: bool, kernel: int, shift: int) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.scoring.pool_votes`, with the same results.
 
     Raises:
         ValueError: Dtypes do not match.
         MemoryError: There is not enough memory for temporaries.
     """
-    require(votes.dtype == torch.float32 and kernel > 0, "votes must be float32, and the kernel positive")
+    require(votes.dtype == torch.float32, "votes must be float32")
+    require(kernel > 0 and shift >= 0, "the kernel must be positive, and the shift not negative")
     check_types(votes)
     votes = votes.contiguous()
     out = torch.empty_like(votes)
     length = votes.shape[-1]
-    sizes = {"rows": votes.numel() // max(1, length), "length": length, "largest": largest, "width": kernel}
+    sizes = {
+        "rows": votes.numel() // max(1, length),
+        "length": length,
+        "largest": largest,
+        "width": kernel,
+        "shift": shift,
+    }
     library.run("smooth", STRUCTURES["Smoothing"](votes.data_ptr(), out.data_ptr(), **sizes), of=CHOICE)
     return out
 

@@ -107,7 +107,7 @@ _STRUCTURES = {
         "float* out;"  # [sequences][heads][length], zeros
         "int64_t lists, sequences, heads, length, sink, most"
     ),
-    "Smoothing": "const float* votes; float* out; int64_t rows, length, largest, width",  # both [rows][length]
+    "Smoothing": "const float* votes; float* out; int64_t rows, length, largest, width, shift",  # both [rows][length]
     "Selection": (
         "const float* scores;"  # [sequences][heads][length]
         "const int64_t* base, count, lengths;"  # [sequences]

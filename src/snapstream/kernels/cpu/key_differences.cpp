@@ -1,6 +1,7 @@
 // How dissimilar each key is from the others (compression/keys.py), in two passes over the keys.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "memory.h"
 #include "team.h"
@@ -21,13 +22,54 @@ vec finite(vec v) {
   return select(((vec_i32)v & exponent) != exponent, v, vec{});
 }
 
-template <typename T>
+// Loads 32 elements, without those that are not finite, unless all are.
+template <bool all_finite, typename T>
 void load_finite(const T* p, vec& low, vec& high) {
   load_pair(p, low, high);
-  low = finite(low), high = finite(high);
+  if constexpr (!all_finite) low = finite(low), high = finite(high);
 }
 
-// Calls visit(row, span, key, at) for every candidate's key; spans are numbered across all rows.
+// Up to 16 keys of a row and a span; spans are numbered across all rows.
+template <typename T>
+struct Keys {
+  const T* first;
+  int64_t count, distance, size;
+
+  // For each key, the sum of term(i, low, high) for its elements i .. i + PAIR, and whether that needed no care.
+  template <typename Term>
+  std::pair<vec, bool> sum_up(const Term& term) const {
+    const vec fast = sum_up_as<true>(term);
+    if (!any((vec_i32)(fast - fast != vec{}))) return {fast, true};
+    return {sum_up_as<false>(term), false};
+  }
+
+  template <bool all_finite, typename Term>
+  vec sum_up_as(const Term& term) const {
+    vec of_key[LANES] = {};
+    for (int64_t key = 0; key < count; ++key) {
+      for (int64_t i = 0; i < size; i += PAIR) {
+        vec low, high;
+        load_finite<all_finite>(first + key * distance + i, low, high);
+        of_key[key] += term(i, low, high);
+      }
+    }
+    return sums(of_key);
+  }
+
+  template <bool all_finite>
+  void add_to(float* total, const float* factors) const {
+    for (int64_t i = 0; i < size; i += PAIR) {
+      vec sum_low = load(total + i), sum_high = load(total + i + LANES), low, high;
+      for (int64_t key = 0; key < count; ++key) {
+        load_finite<all_finite>(first + key * distance + i, low, high);
+        sum_low += low * factors[key], sum_high += high * factors[key];
+      }
+      store(total + i, sum_low), store(total + i + LANES, sum_high);
+    }
+  }
+};
+
+// Calls visit(row, span, keys, at) for the keys of all candidates, `at` being the first one's place.
 template <typename T, typename Visit>
 void visit_all(const Differences& a, int64_t threads, const Visit& visit) {
   const int64_t spans = spans_of(a);
@@ -36,7 +78,8 @@ void visit_all(const Differences& a, int64_t threads, const Visit& visit) {
       const int64_t row = number / spans, b = row / a.heads, begin = number % spans * span_of(a);
       const T* keys = static_cast<const T*>(a.keys) + b * a.key_sequence + row % a.heads * a.key_head;
       const int64_t end = std::min({a.candidate_end[b], a.length, begin + span_of(a)});
-      for (int64_t at = std::max(begin, a.sink); at < end; ++at) visit(row, number, keys + at * a.key_row, at);
+      for (int64_t at = std::max(begin, a.sink); at < end; at += LANES)
+        visit(row, number, Keys<T>{keys + at * a.key_row, std::min<int64_t>(LANES, end - at), a.key_row, a.size}, at);
     };
   });
 }
@@ -46,20 +89,15 @@ void key_differences(const Differences& a, int64_t threads) {
   const int64_t rows = a.sequences * a.heads, spans = spans_of(a);
   Memory<float> sums(rows * spans * a.size), means(rows * spans * a.size), factors(rows * a.length);
   std::fill(sums.get(), sums.get() + rows * spans * a.size, 0.0f);
-  visit_all<T>(a, threads, [&](int64_t row, int64_t span, const T* key, int64_t at) {
-    vec squares = {}, low, high;
-    for (int64_t i = 0; i < a.size; i += PAIR) {
-      load_finite(key + i, low, high);
-      squares += low * low + high * high;
-    }
-    const float factor = 1.0f / std::max(std::sqrt(sum(squares)), static_cast<float>(a.shortest));
-    factors.get()[row * a.length + at] = factor;
-    float* total = sums.get() + span * a.size;
-    for (int64_t i = 0; i < a.size; i += PAIR) {
-      load_finite(key + i, low, high);
-      store(total + i, load(total + i) + low * factor);
-      store(total + i + LANES, load(total + i + LANES) + high * factor);
-    }
+  visit_all<T>(a, threads, [&](int64_t row, int64_t span, const Keys<T>& keys, int64_t at) {
+    const auto [squares, all_finite] =
+        keys.sum_up([](int64_t, vec low, vec high) { return low * low + high * high; });
+    float lengths[LANES], *factor = factors.get() + row * a.length + at, *total = sums.get() + span * a.size;
+    store(lengths, squares);
+    for (int64_t key = 0; key < keys.count; ++key)
+      factor[key] = 1.0f / std::max(std::sqrt(lengths[key]), static_cast<float>(a.shortest));
+    if (all_finite) keys.template add_to<true>(total, factor);
+    else keys.template add_to<false>(total, factor);
   });
   // What each span is compared with: the normalized sum of it and its neighbors, or of all spans of its row.
   share_out(threads, rows, [&] {
@@ -83,15 +121,15 @@ void key_differences(const Differences& a, int64_t threads) {
       }
     };
   });
-  visit_all<T>(a, threads, [&](int64_t row, int64_t span, const T* key, int64_t at) {
-    const float* mean = means.get() + span * a.size;
-    vec products = {}, low, high;
-    for (int64_t i = 0; i < a.size; i += PAIR) {
-      load_finite(key + i, low, high);
-      products += low * load(mean + i) + high * load(mean + i + LANES);
-    }
-    const int64_t to = row * a.length + at;
-    a.out[to] = std::max(1.0f - sum(products) * factors.get()[to], 0.0f);
+  visit_all<T>(a, threads, [&](int64_t row, int64_t span, const Keys<T>& keys, int64_t at) {
+    const float *mean = means.get() + span * a.size, *factor = factors.get() + row * a.length + at;
+    const auto product = [&](int64_t i, vec low, vec high) {
+      return low * load(mean + i) + high * load(mean + i + LANES);
+    };
+    float products[LANES];
+    store(products, keys.sum_up(product).first);
+    for (int64_t key = 0; key < keys.count; ++key)
+      a.out[row * a.length + at + key] = std::max(1.0f - products[key] * factor[key], 0.0f);
   });
 }
 

@@ -191,20 +191,17 @@ inline float sum(vec v) {
 
 // exp(x) for x <= 0: 2^n * p(r), with the polynomial's relative error below 1e-7. Very negative x gives 0.
 ALWAYS_INLINE inline vec exp_nonpositive(vec x) {
-  const vec lowest = vec{} - 87.0f;
-  const vec_i32 underflow = x < lowest;
-  x = (vec)(((vec_i32)x & ~underflow) | ((vec_i32)lowest & underflow));
-  const vec t = x * 1.44269504088896341f;
-  const vec_i32 n = converted<int32_t>(t - 0.5f);  // rounds to nearest for t <= 0
-  const vec nf = converted<float>(n);
-  const vec r = (x - nf * 0.693359375f) + nf * 2.12194440e-4f;
+  constexpr float ROUNDS = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the last bits of the sum hold
+  const vec t = x * 1.44269504088896341f + ROUNDS, n = t - ROUNDS;
+  const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const vec scaled = p * (vec)((n + 127) << 23);
+  const vec scaled = p * (vec)(((vec_i32)t << 23) + 0x3F800000);
+  const vec_i32 underflow = x < vec{} - 87.0f;
   return (vec)((vec_i32)scaled & ~underflow);
 }
 
@@ -215,20 +212,29 @@ ALWAYS_INLINE inline vec capped(vec x, float cap) {
   return select(x < vec{}, -y, y);
 }
 
-// The sums of 16 vectors as one vector; all are added up in the same order.
-inline vec sums(const vec v[LANES]) {
+// A vector of what combine() makes of the elements of each of 16 vectors, in the same order for all.
+template <typename Combine>
+ALWAYS_INLINE inline vec across(const vec v[LANES], const Combine& combine) {
   vec a[8], b[4], c[2];
   UNROLL for (int i = 0; i < 8; ++i)
-    a[i] = shuffle<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(v[2 * i], v[2 * i + 1]) +
-           shuffle<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(v[2 * i], v[2 * i + 1]);
+    a[i] = combine(shuffle<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(v[2 * i], v[2 * i + 1]),
+                   shuffle<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(v[2 * i], v[2 * i + 1]));
   UNROLL for (int i = 0; i < 4; ++i)
-    b[i] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a[2 * i], a[2 * i + 1]) +
-           shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a[2 * i], a[2 * i + 1]);
+    b[i] = combine(shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a[2 * i], a[2 * i + 1]),
+                   shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a[2 * i], a[2 * i + 1]));
   UNROLL for (int i = 0; i < 2; ++i)
-    c[i] = shuffle<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(b[2 * i], b[2 * i + 1]) +
-           shuffle<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>(b[2 * i], b[2 * i + 1]);
-  return shuffle<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(c[0], c[1]) +
-         shuffle<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(c[0], c[1]);
+    c[i] = combine(shuffle<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(b[2 * i], b[2 * i + 1]),
+                   shuffle<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>(b[2 * i], b[2 * i + 1]));
+  return combine(shuffle<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(c[0], c[1]),
+                 shuffle<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(c[0], c[1]));
+}
+
+inline vec sums(const vec v[LANES]) {
+  return across(v, [](vec a, vec b) ALWAYS_INLINE { return a + b; });
+}
+
+inline vec maxima(const vec v[LANES]) {
+  return across(v, [](vec a, vec b) ALWAYS_INLINE { return larger(a, b); });
 }
 
 // ---- 32 elements on either side of a dot product ----

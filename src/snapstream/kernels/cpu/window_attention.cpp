@@ -20,31 +20,43 @@ template <typename K>
 struct Window {
   const Problem<typename K::Number>& p;
   int64_t threads, stride, rows, tiles;
+  float scale;                                       // of scores, if they have no soft cap
   int64_t first, end;                                // keys that any softmax includes
   int64_t candidates, candidates_end;                // those that every softmax includes
+  int64_t seen;                                      // keys that every voter sees
   bool split;                                        // whether the two softmaxes differ
   bool everything;                                   // whether that of sums runs over all tokens, and sinks
   std::vector<int32_t> last;                         // [tiles * QUERIES]
   std::vector<typename K::Operand> queries;          // [kv_heads][tiles][operands][QUERIES]
   std::vector<float> sum_normalizer, share_normalizer;  // [kv_heads][tiles * QUERIES]; infinite if a row has no vote
-  std::vector<float> maxima, sums;                   // [candidates, others][kv_heads][spans][tiles * QUERIES]
+  std::vector<float> maxima, sums;  // of scores, of weights: [candidates, others][kv_heads][spans][tiles * QUERIES]
 
   int64_t spans() const { return (end + SPAN - 1) / SPAN; }
   int64_t width() const { return tiles * QUERIES; }
+};
 
-  vec logits(const float* scores) const {
-    const vec x = load(scores) * static_cast<float>(p.scale);
-    return p.cap > 0 ? capped(x, static_cast<float>(p.cap)) : x;
+// The scores of a block of keys and a tile of rows, [key][row]. Only the last keys are hidden from any voter. What the
+// others give to rows without a vote is never used, as their normalizers are infinite.
+template <bool masked>
+struct Scores {
+  const float* scores;
+  const int32_t* last;  // of the tile's rows
+  int64_t block;
+
+  vec of(int64_t key, int64_t row) const {
+    const vec s = load(scores + key * QUERIES + row);
+    if constexpr (!masked) return s;
+    return select((vec_i32)load_u32(last + row) >= static_cast<int32_t>(block + key), s, vec{} + LOWEST);
   }
 };
 
 // Calls visit(head, span, block, keys, tile, scores, spare) for every KV head, every block of keys and every tile of
-// rows. `spare` has a number for every key, and keeps it from one tile of a block to the next.
+// rows. `spare` has a vector for every key, and keeps it from one tile of a block to the next.
 template <typename K, typename Visit>
 void visit_all(const Window<K>& w, const Visit& visit) {
   const int64_t spans = w.spans(), operands = w.p.size / K::PER_OPERAND * QUERIES;
   share_out(w.threads, w.p.kv_heads * spans, [&] {
-    constexpr int64_t SCORES = BLOCK * QUERIES * sizeof(float), SPARE = BLOCK * sizeof(float);
+    constexpr int64_t SCORES = BLOCK * QUERIES * sizeof(float), SPARE = BLOCK * sizeof(vec);
     return [&, memory = Memory<char>(SCORES + SPARE + K::scratch(w.p.size, 0))](int64_t number) {
       [[maybe_unused]] const typename K::Session session{};
       const int64_t head = number / spans, span = number % spans;
@@ -57,7 +69,13 @@ void visit_all(const Window<K>& w, const Visit& visit) {
         for (int64_t tile = 0; tile < w.tiles; ++tile) {
           const auto* queries = w.queries.data() + (head * w.tiles + tile) * operands;
           K::score(numbers, round_up(keys, K::MULTIPLE), w.p.size, queries, scores);
-          visit(head, span, block, keys, tile, scores, spare);
+          if (w.p.cap > 0) {
+            const float scale = static_cast<float>(w.p.scale), cap = static_cast<float>(w.p.cap);
+            for (int64_t i = 0; i < keys * QUERIES; i += LANES) store(scores + i, capped(load(scores + i) * scale, cap));
+          }
+          const int32_t* last = w.last.data() + tile * QUERIES;
+          if (block + keys <= w.seen) visit(head, span, block, keys, tile, Scores<false>{scores, last, block}, spare);
+          else visit(head, span, block, keys, tile, Scores<true>{scores, last, block}, spare);
         }
       }
     };
@@ -69,46 +87,48 @@ void normalize(Window<K>& w) {
   const int64_t width = w.width(), spans = w.spans(), kinds = 1 + w.split, kind_states = w.p.kv_heads * spans * width;
   w.maxima.assign(kinds * kind_states, LOWEST);
   w.sums.assign(kinds * kind_states, 0.0f);
-  visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
+  const float scale = w.scale;
+  visit_all(w, [&](int64_t head, int64_t span, int64_t block, int64_t keys, int64_t tile, const auto& scores, float*) {
     const int64_t from = std::max<int64_t>(0, w.first - block);
     const int64_t inside = w.split ? std::clamp(w.candidates - block, from, keys) : from;
     const int64_t outside = w.split ? std::clamp(w.candidates_end - block, inside, keys) : keys;
-    for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
-      const int64_t row = tile * QUERIES + lane;
-      const vec_i32 last = (vec_i32)load_u32(w.last.data() + row);
-      const auto add = [&](int64_t kind, int64_t begin, int64_t end) {
-        if (begin >= end) return;
-        const int64_t state = kind * kind_states + (head * spans + span) * width + row;
-        vec highest = vec{} + LOWEST, sum = {};
-        for (int64_t key = begin; key < end; ++key) {
-          const vec s = w.logits(scores + key * QUERIES + lane);
-          highest = larger(highest, select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST));
+    const auto add = [&](int64_t kind, int64_t begin, int64_t end) {
+      if (begin >= end) return;
+      const int64_t state = kind * kind_states + (head * spans + span) * width + tile * QUERIES;
+      vec maximum[COLUMNS], sum[COLUMNS] = {};
+      UNROLL for (int c = 0; c < COLUMNS; ++c) maximum[c] = load(&w.maxima[state + c * LANES]);
+      for (int64_t key = begin; key < end; ++key) {
+        UNROLL for (int c = 0; c < COLUMNS; ++c) maximum[c] = larger(maximum[c], scores.of(key, c * LANES));
+      }
+      for (int64_t key = begin; key < end; ++key) {
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          sum[c] += exp_nonpositive(scores.of(key, c * LANES) * scale - maximum[c] * scale);
         }
-        const vec before = load(&w.maxima[state]), maximum = larger(before, highest);
-        for (int64_t key = begin; key < end; ++key) {
-          const vec s = w.logits(scores + key * QUERIES + lane);
-          sum += exp_nonpositive(select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST) - maximum);
-        }
+      }
+      UNROLL for (int c = 0; c < COLUMNS; ++c) {
+        float *highest = &w.maxima[state + c * LANES], *total = &w.sums[state + c * LANES];
         // A row that has seen nothing yet has added only ones, which its first real maximum clears.
-        store(&w.sums[state], load(&w.sums[state]) * exp_nonpositive(before - maximum) + sum);
-        store(&w.maxima[state], maximum);
-      };
-      add(0, inside, outside);
-      add(1, from, inside);
-      add(1, outside, keys);
-    }
+        store(total, load(total) * exp_nonpositive((load(highest) - maximum[c]) * scale) + sum[c]);
+        store(highest, maximum[c]);
+      }
+    };
+    add(0, inside, outside);
+    add(1, from, inside);
+    add(1, outside, keys);
   });
   const auto log_total = [&](int64_t head, int64_t row, int64_t of_kinds, const float* sink) {
-    float top = sink ? *sink : LOWEST, sum = 0.0f;
+    float top = LOWEST, sum = 0.0f;
     const auto visit = [&](const auto& add) {
       for (int64_t kind = 0; kind < of_kinds; ++kind) {
         for (int64_t span = 0; span < spans; ++span) add(kind * kind_states + (head * spans + span) * width + row);
       }
     };
     visit([&](int64_t state) { top = std::max(top, w.maxima[state]); });
-    visit([&](int64_t state) { sum += w.sums[state] * std::exp(w.maxima[state] - top); });
+    if (top == LOWEST && !sink) return std::numeric_limits<float>::infinity();
+    top = sink ? std::max(top * scale, *sink) : top * scale;
+    visit([&](int64_t state) { sum += w.sums[state] * std::exp(w.maxima[state] * scale - top); });
     if (sink) sum += std::exp(*sink - top);
-    return top > LOWEST ? top + std::log(sum) : std::numeric_limits<float>::infinity();
+    return top + std::log(sum);
   };
   for (int64_t head = 0; head < w.p.kv_heads; ++head) {
     for (int64_t row = 0; row < w.rows; ++row) {
@@ -120,21 +140,36 @@ void normalize(Window<K>& w) {
   }
 }
 
-template <typename K>
-void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
-  const int64_t width = w.width();
-  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float*) {
-    float* out = votes + head * votes_head + block;
-    for (int64_t key = std::max<int64_t>(0, w.first - block); key < keys; ++key) {
-      vec total = {};
-      UNROLL for (int64_t lane = 0; lane < QUERIES; lane += LANES) {
-        const int64_t row = tile * QUERIES + lane;
-        const vec weight = exp_nonpositive(w.logits(scores + key * QUERIES + lane) -
-                                           load(&w.sum_normalizer[head * width + row]));
-        total += select((vec_i32)load_u32(w.last.data() + row) >= static_cast<int32_t>(block + key), weight, vec{});
-      }
-      out[key] += sum(total) * share;
+// Adds to the votes of keys begin .. end, and calls votes_of(key) for 16 keys from `key` on.
+template <typename VotesOf>
+void add_votes(float* votes, int64_t begin, int64_t end, const VotesOf& votes_of) {
+  for (int64_t key = begin / LANES * LANES; key < end; key += LANES) {
+    const vec more = votes_of(key);
+    if (begin <= key && key + LANES <= end) {
+      store(votes + key, load(votes + key) + more);
+      continue;
     }
+    float each[LANES];
+    store(each, more);
+    for (int64_t i = std::max(begin, key); i < std::min(end, key + LANES); ++i) votes[i] += each[i - key];
+  }
+}
+
+template <typename K>
+void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float part) {
+  const float scale = w.scale;
+  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const auto& scores, float*) {
+    const float* normalizer = &w.sum_normalizer[head * w.width() + tile * QUERIES];
+    const int64_t first = std::max<int64_t>(0, w.first - block);
+    add_votes(votes + head * votes_head + block, first, keys, [&](int64_t key) {
+      vec totals[LANES] = {};
+      for (int64_t i = 0; i < LANES; ++i) {
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          totals[i] += exp_nonpositive(scores.of(key + i, c * LANES) * scale - load(normalizer + c * LANES));
+        }
+      }
+      return ::snapstream::sums(totals) * part;
+    });
   });
 }
 
@@ -144,38 +179,32 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float share) {
 // the largest is needed.
 template <typename K>
 void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* shares, int64_t votes_head, float part) {
-  const int64_t width = w.width();
-  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const float* scores, float* most) {
-    const int64_t from = tile * QUERIES, until = std::min(w.rows, from + QUERIES);
+  const float scale = w.scale;
+  visit_all(w, [&](int64_t head, int64_t, int64_t block, int64_t keys, int64_t tile, const auto& scores, float* most) {
     const int64_t first = std::clamp<int64_t>(w.candidates - block, 0, keys);
     const int64_t end = std::clamp(w.candidates_end - block, first, keys);
-    const int64_t first_sum = w.everything ? 0 : first, end_of_sums = w.everything ? keys : end;
-    float *sums_out = sums + head * votes_head + block, *shares_out = shares + head * votes_head + block;
-    for (int64_t row = from, next; row < until; row = next) {
-      next = std::min(until, (row / w.stride + 1) * w.stride);
-      if (row % w.stride == 0) std::fill(most, most + BLOCK, LOWEST);
-      const int64_t summed = row + std::clamp<int64_t>(first_summed - row % w.stride, 0, next - row) / LANES * LANES;
-      for (int64_t key = first_sum; key < end_of_sums; ++key) {
-        const auto logits = [&](int64_t i) {
-          const vec_i32 last = (vec_i32)load_u32(w.last.data() + i);
-          const vec s = w.logits(scores + key * QUERIES + i - from);
-          return select(last >= static_cast<int32_t>(block + key), s, vec{} + LOWEST);
-        };
-        vec highest = vec{} + LOWEST, total = {};
-        for (int64_t i = row; i < summed; i += LANES) {
-          highest = larger(highest, logits(i) - load(&w.share_normalizer[head * width + i]));
-        }
-        for (int64_t i = summed; i < next; i += LANES) {
-          const vec s = logits(i);
-          highest = larger(highest, s - load(&w.share_normalizer[head * width + i]));
-          total += exp_nonpositive(s - load(&w.sum_normalizer[head * width + i]));
-        }
-        most[key] = std::max(most[key], largest(highest));
-        if (summed < next) sums_out[key] += sum(total) * part;
+    for (int64_t column = 0; column < QUERIES && tile * QUERIES + column < w.rows; column += LANES) {
+      const int64_t row = tile * QUERIES + column, voter = row % w.stride, at = head * w.width() + row;
+      const vec share_normalizer = load(&w.share_normalizer[at]), sum_normalizer = load(&w.sum_normalizer[at]);
+      for (int64_t key = first; key < end; ++key) {
+        const vec before = voter == 0 ? vec{} + LOWEST : load(most + key * LANES);
+        store(most + key * LANES, larger(before, scores.of(key, column) * scale - share_normalizer));
       }
-      if (next % w.stride != 0) continue;
-      for (int64_t key = 0; key < BLOCK; key += LANES) store(most + key, exp_nonpositive(load(most + key)));
-      for (int64_t key = first; key < end; ++key) shares_out[key] += most[key] * part;
+      if (voter + LANES > first_summed) {
+        const int64_t begin = w.everything ? 0 : first, end_of_sums = w.everything ? keys : end;
+        add_votes(sums + head * votes_head + block, begin, end_of_sums, [&](int64_t key) {
+          vec weights[LANES];
+          for (int64_t i = 0; i < LANES; ++i)
+            weights[i] = exp_nonpositive(scores.of(key + i, column) * scale - sum_normalizer);
+          return ::snapstream::sums(weights) * part;
+        });
+      }
+      if (voter + LANES < w.stride) continue;
+      add_votes(shares + head * votes_head + block, first, end, [&](int64_t key) {
+        vec highest[LANES];
+        for (int64_t i = 0; i < LANES; ++i) highest[i] = load(most + (key + i) * LANES);
+        return exp_nonpositive(maxima(highest)) * part;
+      });
     }
   });
 }
@@ -188,6 +217,7 @@ void attend_window(const Problem<typename K::Number>& p, const Voting& a, int64_
   const bool everything = a.everything && a.summed > 0;
   const int64_t candidates_end = std::max<int64_t>(0, std::min(a.candidate_end[b], p.readable));
   Window<K> w{p, threads, stride, rows, (rows + QUERIES - 1) / QUERIES};
+  w.scale = p.cap > 0 ? 1.0f : static_cast<float>(p.scale);
   w.first = everything ? 0 : a.sink;
   w.end = everything ? std::max<int64_t>(0, std::min(length, p.readable)) : candidates_end;
   w.candidates = a.sink, w.candidates_end = candidates_end;
@@ -196,12 +226,14 @@ void attend_window(const Problem<typename K::Number>& p, const Voting& a, int64_
   const int64_t width = w.width();
   constexpr float NONE = std::numeric_limits<float>::infinity();
   w.last.assign(width, -1);
+  w.seen = length;
   w.sum_normalizer.assign(N * width, NONE);
   w.share_normalizer.assign(N * width, NONE);
   for (int64_t row = 0; row < w.rows; ++row) {
     const int64_t voter = row % stride, position = length - W + voter;
     if (voter >= W || position < a.first_voter[b]) continue;
     w.last[row] = static_cast<int32_t>(position);
+    w.seen = std::min(w.seen, position + 1);
     for (int64_t head = 0; head < N; ++head) {
       if (voter >= W - a.summed) w.sum_normalizer[head * width + row] = 0.0f;
       if (voter >= W - a.largest) w.share_normalizer[head * width + row] = 0.0f;

@@ -127,18 +127,17 @@ def _reduce(
         tl.store(shares + both * entries + position, result / GROUP, mask=position < entries)
 
 
-@triton.jit(do_not_specialize=["entries", "width", "largest"], do_not_specialize_on_alignment=["votes"])
-def _pool(votes, pooled, entries, width, largest, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["entries", "width", "before", "largest"], do_not_specialize_on_alignment=["votes"])
+def _pool(votes, pooled, entries, width, before, largest, BLOCK: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     for neighbour in range(width):
-        at = position + neighbour - width // 2
-        inside = (at >= 0) & (at < entries)
-        vote = tl.load(votes + head * entries + at, mask=inside, other=0.0)
+        at = position + neighbour - before
+        vote = tl.load(votes + head * entries + at, mask=(at >= 0) & (at < entries), other=0.0)
         total += vote
-        most = tl.where(inside, tl.maximum(most, vote), most)
+        most = tl.maximum(most, vote)
     result = tl.where(largest != 0, most, tl.div_rn(total, tl.zeros([BLOCK], tl.float32) + width))
     tl.store(pooled + head * entries + position, result, mask=position < entries)
 
@@ -209,10 +208,11 @@ def window_attention(
     return votes
 
 
-def pool_votes(votes: Tensor, largest: bool, kernel: int) -> Tensor:
+def pool_votes(votes: Tensor, largest: bool, kernel: int, shift: int) -> Tensor:
     """Triton kernel for :func:`snapstream.compression.scoring.pool_votes`; sums from left to right."""
     votes = votes.contiguous()
     B, N, L = votes.shape
     pooled = torch.empty_like(votes)
-    _pool[(-(-L // 1024), B * N)](votes, pooled, L, kernel, int(largest), BLOCK=1024, num_warps=4)
+    before = kernel // 2 + shift
+    _pool[(-(-L // 1024), B * N)](votes, pooled, L, kernel, before, int(largest), BLOCK=1024, num_warps=4)
     return pooled
