@@ -9,13 +9,14 @@ scores, one per question. What the model wrote is left out. docs/assets/real-mod
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from snapstream.config import DEFAULT_POLICY
-from snapstream.evaluation.markdown import as_gap, as_lines, is_weak, mark, weakness
+from snapstream.evaluation.markdown import as_gap, as_lines, is_weak, mark, not_told_apart, weakness
 from snapstream.evaluation.records import Record, read_records
 from snapstream.evaluation.tables import Cell, Results
 
@@ -103,30 +104,39 @@ def _short(score: float) -> float:
 
 
 def tables(records: list[Record]) -> list[str]:
-    """A table per size: a row per task, a column per policy; the last row compares with the full cache.
+    """A table per size: a row per task, a column per policy; the last rows are about all of them.
 
     The last column compares the default with the paper's rule. **Bold** cells are significantly below the full cache,
-    bold differences significantly unlike 0. Tasks that the model cannot do with a full cache are only named.
+    bold differences significantly unlike 0. Tasks that the model cannot do with a full cache are only named. Tasks in
+    which StreamingLLM is not significantly below the full cache are left out of the last rows, and named, too.
     """
     every = Results(records)
     weak = [task for task in every.tasks if is_weak(every, task)]
-    lines = [f"{task}: {weakness(every, task)}" for task in weak]
+    alike, left_out, found = not_told_apart(every), set[str](), list[str]()
     for size in every.sizes:
         at_size = {(record.task, record.row) for record in records if record.size == size and record.task not in weak}
         if not at_size:
             continue
         results = Results(record for record in records if (record.task, record.row) in at_size)
-        table = [["task", "tokens", "questions", *results.labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
+        labels = results.labels
+        table = [["task", "tokens", "questions", *labels, f"{DEFAULT_POLICY} minus {PAPER}"]]
         for task in results.tasks:
             for length in results.lengths_of(task):
-                shown = [_shown(results, task, length, label, size) for label in results.labels]
+                shown = [_shown(results, task, length, label, size) for label in labels]
                 one = Results(record for record in records if (record.task, record.row) == (task, length))
                 named = [task, str(results.tokens(task, length)), str(results.most(task, length, size))]
                 table.append([*named, *shown, _gap(one, DEFAULT_POLICY, PAPER, size)])
-        gaps = [_gap(results, label, "full", size) for label in results.labels]
+        if any(task not in alike for task in results.tasks):
+            left_out |= alike.keys() & set(results.tasks)
+            results = Results(record for record in results.records if record.task not in alike)
+        if len(results.tasks) > 1:
+            table.append(["mean of tasks", "", "", *(_mean(results, label, size) for label in labels), ""])
+        gaps = [_gap(results, label, "full", size) for label in labels]
         table.append(["points relative to full", "", "", *gaps, _gap(results, DEFAULT_POLICY, PAPER, size)])
-        lines += ["", f"**{size} of the prompt**" if "/" in size else f"**{size} entries**", "", *as_lines(table)]
-    return lines
+        found += ["", f"**{size} of the prompt**" if "/" in size else f"**{size} entries**", "", *as_lines(table)]
+    lines = [f"- {task}: {weakness(every, task)}" for task in weak]
+    lines += [f"- Not in the last rows: {line}." for task, line in alike.items() if task in left_out]
+    return ["", *lines, *found] if lines else found
 
 
 def summary(records: Sequence[Record], labels: Sequence[str], sizes: Sequence[str]) -> list[str]:
@@ -162,6 +172,17 @@ def _shown(results: Results, task: str, length: int, label: str, size: str, writ
     pair = results.of(task, length, label, size) + results.of(task, length, "full", "")
     found = Results(pair).difference(label, "full", [task], [size])
     return f"**{text}**" if found is not None and found[2] < 0 else text
+
+
+def _mean(results: Results, label: str, size: str) -> str:
+    """The mean of all tasks in percent, each with the same weight; empty if a row is missing."""
+    of_tasks = []
+    for task in results.tasks:
+        cells = [results.cell(task, length, label, size) for length in results.lengths_of(task)]
+        if None in cells:
+            return ""
+        of_tasks.append(statistics.mean(cell.share for cell in cells if cell is not None))
+    return f"{100 * statistics.mean(of_tasks):.0f}"
 
 
 def _gap(results: Results, ours: str, theirs: str, size: str) -> str:

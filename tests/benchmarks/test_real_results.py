@@ -47,6 +47,29 @@ def test_packing_keeps_all_that_tables_need(tmp_path):
     assert len(tables(found)) > 10
 
 
+def test_tasks_that_say_little_are_named_and_left_out_of_the_last_rows():
+    """Where no other task is in a table, its last row is about them nevertheless."""
+    records = []
+    for task, size, full, streaming in [
+        ("facts", "1/4", 1.0, 0.0),
+        ("guess", "1/4", 0.5, 0.5),
+        ("code", "128", 1.0, 1.0),
+    ]:
+        caches = {("full", ""): full, ("streaming", size): streaming, ("spans", size): full, ("snapstream", size): 0.0}
+        for (policy, at), score in caches.items():
+            for seed in range(30):
+                records.append(a_record(task, seed, policy, at, score, question=str(seed), text=seed))
+    lines = tables(records)
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- Not in the last rows: guess at 1/4: StreamingLLM against the full cache +0.0 (-6.1 to +6.1)."
+    ]
+    rows = {line.partition(" | ")[0]: line.split(" | ") for line in lines[: lines.index("**128 entries**")]}
+    assert rows["| guess"][3:5] == ["50 (33-67)", "50 (33-67)"]
+    assert "mean of tasks" not in rows  # one is left
+    assert rows["| points relative to full"][4].startswith("**-100 (")
+    assert lines[-1].split(" | ")[4] == "+0 (-6 to +6)"
+
+
 def test_swept_settings_are_refused(tmp_path):
     with RecordFile(tmp_path / "results.jsonl", {"model": "a.gguf"}) as file:
         file.add(a_record("facts", 1, "spans", "1/4", 1.0, settings={"span": "31"}, question="1", text=0))

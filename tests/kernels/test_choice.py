@@ -24,7 +24,7 @@ def loaded():
 
 
 def scores_of(generator, levels, *shape):
-    """Scores with ties: so many different ones; 0: of all sizes that a number can have."""
+    """Scores with ties, with ``levels`` different values; 0: magnitudes over the whole range of float32."""
     if levels == 0:
         return torch.exp(torch.randn(*shape, generator=generator) * 40).clamp(max=3e38)
     return (torch.rand(*shape, generator=generator) * levels).round() / levels

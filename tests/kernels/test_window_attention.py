@@ -78,6 +78,7 @@ def test_equals_the_definition(
     lengths.append(torch.tensor([data.draw(st.integers(0, n)) for n in (length, other)]))
     for b, n in enumerate((length, other)):
         keys[b, :, n:] = float("nan")
+        queries[b, :, : max(0, int(lengths[1][b]) - (n - window))] = float("nan")  # before the first voter
     rest = (0.1, data.draw(st.integers(0, 8)), everything, summed, largest)
     how = {"cap": cap, "sinks": torch.randn(heads * group, generator=generator) * 4 if has_sinks else None}
     got = attend(queries, keys, lengths, *rest, instructions, **how)

@@ -274,8 +274,8 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int, shift: int = 0) 
     Args:
         votes: ``[B, N, L]``, 0 outside the candidates.
         pooling: ``avg`` or ``max``.
-        kernel: Odd width; 1 leaves the votes unchanged.
-        shift: How many tokens the middle of a width comes before the token that gets its result; 0 or more.
+        kernel: Odd width; 1 leaves the votes unchanged, unless they are shifted.
+        shift: The votes are centered this many tokens before the token that gets their result; 0 or more.
 
     Returns:
         ``[B, N, L]``.
@@ -286,7 +286,7 @@ def pool_votes(votes: Tensor, *, pooling: Pooling, kernel: int, shift: int = 0) 
 
 
 def plain_smoothed(votes: Tensor, largest: bool, kernel: int, shift: int) -> Tensor:
-    """Average, or maximum if ``largest``, of the ``kernel`` votes around each vote; see :func:`pool_votes`."""
+    """Average, or maximum if ``largest``, of ``kernel`` votes; see :func:`pool_votes`."""
     length = votes.shape[-1]
     padded = F.pad(votes, (kernel // 2 + shift, kernel // 2))
     result = padded[..., :length].clone()  # shifts whole rows: torch's own pooling is slow on a CPU

@@ -110,7 +110,9 @@ def _copy_rows(source: Tensor, positions: Tensor, target: Tensor) -> None:
 
         with triton.current_device(source.device):
             gather(source, positions, target)
-    elif source.is_cpu:  # copies whole rows, where torch's gather() copies single elements
+        return
+    fits_cpu = target.is_cpu and target.shape[:2] == positions.shape and target.dtype == source.dtype
+    if source.is_cpu and fits_cpu:  # copies whole rows, where torch's gather() copies single elements
         for rows, chosen, to in zip(source, positions, target, strict=True):
             torch.index_select(rows, 0, chosen, out=to)
     else:

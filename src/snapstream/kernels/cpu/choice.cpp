@@ -27,9 +27,9 @@ class Order {
 
   // Sorts the best `most` of the scores from .. end of a row, and perhaps some more. Returns how many.
   int64_t sort(const float* scores, int64_t from, int64_t end, int64_t most) {
-    // 1. A score that at least `most` reach, and not many more: bit by bit, from the first one.
+    // 1. A threshold that at least `most` scores reach, and not many more: bit by bit, from the first one.
     int32_t reached = 0;
-    for (int32_t bit = 1 << 30; bit > 0; bit >>= 1) {
+    for (int32_t bit = end - from > most + most / 4 ? 1 << 30 : 0; bit > 0; bit >>= 1) {
       int32_t count = 0;
       for (int64_t at = from; at < end; ++at) count += bits_of(scores[at]) >= (reached | bit);
       if (count >= most) reached |= bit;
@@ -66,7 +66,7 @@ class Order {
   Memory<Item> items, others;
 };
 
-// What smooth() needs for a row, for the neighbors of its ends, and for a vector that begins within it.
+// Floats that smooth() needs: the row, zeros on both sides, and room to read past the end.
 int64_t padded_length(const Smoothing& a) { return a.shift + a.length + a.width + LANES; }
 
 void smooth(const Smoothing& a, int64_t row, float* padded) {

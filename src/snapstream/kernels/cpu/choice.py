@@ -43,7 +43,7 @@ def smooth(votes: Tensor, largest: bool, kernel: int, shift: int) -> Tensor:
     """CPU kernel for :func:`snapstream.compression.scoring.pool_votes`, with the same results.
 
     Raises:
-        ValueError: Dtypes do not match.
+        ValueError: The dtype, the kernel or the shift is invalid.
         MemoryError: There is not enough memory for temporaries.
     """
     require(votes.dtype == torch.float32, "votes must be float32")

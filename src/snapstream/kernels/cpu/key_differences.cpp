@@ -22,7 +22,7 @@ vec finite(vec v) {
   return select(((vec_i32)v & exponent) != exponent, v, vec{});
 }
 
-// Loads 32 elements, without those that are not finite, unless all are.
+// Loads 32 elements; unless `all_finite`, those that are not finite become zero.
 template <bool all_finite, typename T>
 void load_finite(const T* p, vec& low, vec& high) {
   load_pair(p, low, high);
@@ -35,7 +35,7 @@ struct Keys {
   const T* first;
   int64_t count, distance, size;
 
-  // For each key, the sum of term(i, low, high) for its elements i .. i + PAIR, and whether that needed no care.
+  // For each key, the sum of term(i, low, high) for its elements i .. i + PAIR, and whether all sums are finite.
   template <typename Term>
   std::pair<vec, bool> sum_up(const Term& term) const {
     const vec fast = sum_up_as<true>(term);

@@ -212,7 +212,7 @@ ALWAYS_INLINE inline vec capped(vec x, float cap) {
   return select(x < vec{}, -y, y);
 }
 
-// A vector of what combine() makes of the elements of each of 16 vectors, in the same order for all.
+// Element i combines all elements of v[i]; the order is the same for all i.
 template <typename Combine>
 ALWAYS_INLINE inline vec across(const vec v[LANES], const Combine& combine) {
   vec a[8], b[4], c[2];
@@ -229,10 +229,12 @@ ALWAYS_INLINE inline vec across(const vec v[LANES], const Combine& combine) {
                  shuffle<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(c[0], c[1]));
 }
 
+// The sum of each of 16 vectors.
 inline vec sums(const vec v[LANES]) {
   return across(v, [](vec a, vec b) ALWAYS_INLINE { return a + b; });
 }
 
+// The largest element of each of 16 vectors.
 inline vec maxima(const vec v[LANES]) {
   return across(v, [](vec a, vec b) ALWAYS_INLINE { return larger(a, b); });
 }

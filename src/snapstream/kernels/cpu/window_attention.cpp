@@ -35,8 +35,8 @@ struct Window {
   int64_t width() const { return tiles * QUERIES; }
 };
 
-// The scores of a block of keys and a tile of rows, [key][row]. Only the last keys are hidden from any voter. What the
-// others give to rows without a vote is never used, as their normalizers are infinite.
+// The scores of a block of keys and a tile of rows, [key][row]. In blocks whose keys all voters see, rows without a vote have
+// scores, too; their infinite normalizers make these count for nothing.
 template <bool masked>
 struct Scores {
   const float* scores;
@@ -140,7 +140,8 @@ void normalize(Window<K>& w) {
   }
 }
 
-// Adds to the votes of keys begin .. end, and calls votes_of(key) for 16 keys from `key` on.
+// Adds votes_of(key), the votes of 16 keys from `key` on, to the votes of keys begin .. end. It is called for whole groups of
+// 16; what it gives for other keys is dropped, and may be anything.
 template <typename VotesOf>
 void add_votes(float* votes, int64_t begin, int64_t end, const VotesOf& votes_of) {
   for (int64_t key = begin / LANES * LANES; key < end; key += LANES) {
@@ -168,7 +169,7 @@ void sum_up(const Window<K>& w, float* votes, int64_t votes_head, float part) {
           totals[i] += exp_nonpositive(scores.of(key + i, c * LANES) * scale - load(normalizer + c * LANES));
         }
       }
-      return ::snapstream::sums(totals) * part;
+      return snapstream::sums(totals) * part;
     });
   });
 }
@@ -196,7 +197,7 @@ void take_largest(const Window<K>& w, int64_t first_summed, float* sums, float* 
           vec weights[LANES];
           for (int64_t i = 0; i < LANES; ++i)
             weights[i] = exp_nonpositive(scores.of(key + i, column) * scale - sum_normalizer);
-          return ::snapstream::sums(weights) * part;
+          return snapstream::sums(weights) * part;
         });
       }
       if (voter + LANES < w.stride) continue;
@@ -239,15 +240,16 @@ void attend_window(const Problem<typename K::Number>& p, const Voting& a, int64_
       if (voter >= W - a.largest) w.share_normalizer[head * width + row] = 0.0f;
     }
   }
+  if (w.end <= w.first || *std::max_element(w.last.begin(), w.last.end()) < 0) return;  // no keys, or no voters
   w.queries.resize(N * w.tiles * (D / K::PER_OPERAND) * QUERIES);
   for (int64_t head = 0; head < N; ++head) {
     pack_queries<K>(
         w.rows, D, w.queries.data() + head * w.tiles * (D / K::PER_OPERAND) * QUERIES,
-        [&](int64_t row) {  // unused rows repeat the last query, and do not vote
-          return p.query + (head * G + row / stride) * p.query_head + std::min(row % stride, W - 1) * p.query_token;
+        [&](int64_t row) {  // rows that do not vote repeat the last query: what they hold may be undefined
+          const int64_t voter = w.last[row] < 0 ? W - 1 : row % stride;
+          return p.query + (head * G + row / stride) * p.query_head + voter * p.query_token;
         });
   }
-  if (w.end <= w.first) return;
   normalize(w);
   const float part = 1.0f / static_cast<float>(G);
   float* votes = a.votes + b * N * p.readable;
