@@ -25,7 +25,7 @@ from snapstream.models import DecoderModel, load_model
 from snapstream.models.weights import load_spec
 
 POLICIES = ("streaming", "sage-kv", "snapstream", "keydiff", "local-keydiff", "multiscale-keydiff", "mixed", "spans")
-LENGTHS = (2048, 8192, 32768)
+LENGTHS = (2048, 4096, 8192, 32768)
 
 
 class Compressor(Reader):
