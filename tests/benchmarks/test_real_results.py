@@ -65,7 +65,7 @@ def test_tasks_that_say_little_are_named_and_left_out_of_the_last_rows():
     ]
     rows = {line.partition(" | ")[0]: line.split(" | ") for line in lines[: lines.index("**128 entries**")]}
     assert rows["| guess"][3:5] == ["50 (33-67)", "50 (33-67)"]
-    assert "mean of tasks" not in rows  # one is left
+    assert "| mean of tasks" not in rows  # one is left
     assert rows["| points relative to full"][4].startswith("**-100 (")
     assert lines[-1].split(" | ")[4] == "+0 (-6 to +6)"
 
